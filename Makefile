@@ -1,0 +1,66 @@
+# Each target prepares what it needs: python3 >= 3.10 with pip and venv is enough to begin with.
+#
+#   make test      all tests, on the CPU                make fmt     format and fix imports
+#   make lint      style, format and types              make type    types only
+#   make demo      a small video through ComfyUI        make parity  numbers against independent references
+#   make bench     measurements (SECTION=name: one)     make clean   drop caches and out/
+#
+# PYTHON=...        the interpreter that .venv is made with
+# COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+SECTION ?=
+RUN := .venv/bin/python
+SETUP := $(PYTHON) scripts/setup_env.py
+
+# One thread for each process: the tests start many, and threads beyond the cores only slow them down.
+export OMP_NUM_THREADS ?= 1
+export PYTHONPATH := $(CURDIR)
+
+.PHONY: test lint fmt type demo parity bench clean distclean
+
+test:
+	@$(SETUP) test comfyui
+	$(RUN) -m pytest
+
+lint:
+	@$(SETUP) test
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+fmt:
+	@$(SETUP) test
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+type:
+	@$(SETUP) test
+	$(RUN) -m mypy
+
+demo:
+	@$(SETUP) test comfyui
+	@mkdir -p out
+	$(RUN) scripts/demo.py
+
+parity:
+	@$(SETUP) test comfyui
+	@mkdir -p out
+	$(RUN) scripts/parity.py
+
+bench:
+	@$(SETUP) test comfyui bench
+	@mkdir -p out
+	$(RUN) -m benchmarks.bench $(if $(SECTION),--section $(SECTION))
+
+clean:
+	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . \( -path ./.venv -o -path ./.comfy -o -path ./.git \) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The environment too: the next target sets it up anew.
+distclean: clean
+	rm -rf .venv .comfy

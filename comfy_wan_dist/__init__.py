@@ -1,0 +1,1 @@
+"""What ComfyUI's process imports: nodes, client and mesh. Importing it does no work."""

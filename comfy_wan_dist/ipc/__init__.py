@@ -1,0 +1,1 @@
+"""What both sides of the socket share: messages, the channel, tensors in shared memory, and the errors."""

@@ -1,0 +1,242 @@
+"""Channels that carry messages and file descriptors between ComfyUI's process and one rank.
+
+    frame = u32 length, little-endian | JSON of one message (messages.py); descriptors ride on the first byte
+
+Covered: partial reads and writes, deadlines in both directions, a limit on frames, refusal of descriptors that do
+not belong, and no leaked descriptor on any path. Not covered: encryption, other machines, trust: who may connect is
+checked where connections are accepted (group/listener.py). Imports no torch: a rank says hello before it does.
+
+One thread may send while another receives; two senders (or receivers) at once need their own lock.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import ProtocolError, WanDistError
+from .messages import MAX_MESSAGE_BYTES, Message, decode, encode
+
+MAX_FDS = 16
+"""Descriptors per frame; Linux itself allows 253."""
+
+_LENGTH = struct.Struct("<I")
+_INT_BYTES = array.array("i").itemsize
+_RECEIVE_BYTES = 64 * 2**10
+
+
+class ChannelClosed(WanDistError):
+    """The other side has gone. A state, not a fault: each side turns it into what it means there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Received:
+    """A message with the descriptors that came with it; they are the receiver's to close."""
+
+    message: Message
+    fds: tuple[int, ...] = ()
+
+
+class Channel(Protocol):
+    """One end of a two-way stream of messages."""
+
+    def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        """Send a message; `fds` stay the caller's.
+
+        Raises ChannelClosed, or TimeoutError if the other side does not read; the channel is of no use after either.
+        """
+        ...
+
+    def receive(self, timeout_s: float | None) -> Received:
+        """The next message; None waits for ever.
+
+        Raises TimeoutError (the channel stays usable), ChannelClosed at the end, or ProtocolError, after which
+        the channel is of no use.
+        """
+        ...
+
+    def close(self) -> None:
+        """End both directions, waking a receiver on either side. May be called twice."""
+        ...
+
+
+class SocketChannel:
+    """A channel over a connected AF_UNIX stream socket, which it owns."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        # Of the frame being received; kept over a time-out.
+        self._data = bytearray()
+        self._fds: list[int] = []
+
+    def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        body = encode(message)
+        if len(body) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
+            raise ProtocolError(
+                f"a message of {len(body)} bytes with {len(fds)} descriptors is too large; "
+                f"{MAX_MESSAGE_BYTES} bytes and {MAX_FDS} descriptors may travel"
+            )
+        deadline = time.monotonic() + timeout_s
+        left = memoryview(_LENGTH.pack(len(body)) + body)
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        while left:
+            try:
+                sent = self._socket.sendmsg([left], control, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                self._wait(select.POLLOUT, deadline, "the other side does not read")
+            except OSError as error:
+                raise ChannelClosed(f"the other side has gone: {error}") from error
+            else:
+                left = left[sent:]
+                control = []
+
+    def receive(self, timeout_s: float | None) -> Received:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while (length := self._frame_length()) is None or len(self._data) < length:
+                self._fill(length or _LENGTH.size, deadline)
+        except ProtocolError:
+            self._drop_fds()
+            raise
+        body = bytes(self._data[_LENGTH.size :])
+        self._data.clear()
+        try:
+            message = decode(body)
+        except ProtocolError:
+            self._drop_fds()
+            raise
+        fds, self._fds = tuple(self._fds), []
+        return Received(message=message, fds=fds)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._drop_fds()
+
+    def _frame_length(self) -> int | None:
+        """Bytes of the whole frame once its head is there."""
+        if len(self._data) < _LENGTH.size:
+            return None
+        (body,) = _LENGTH.unpack_from(self._data)
+        if body > MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"a frame of {body} bytes was announced; at most {MAX_MESSAGE_BYTES} may travel"
+            )
+        return _LENGTH.size + int(body)
+
+    def _fill(self, frame_bytes: int, deadline: float | None) -> None:
+        """Read some bytes of the current frame, never beyond it: the next frame's descriptors come with its bytes."""
+        wanted = min(frame_bytes - len(self._data), _RECEIVE_BYTES)
+        space = socket.CMSG_SPACE((MAX_FDS + 1) * _INT_BYTES)
+        while True:
+            try:
+                data, controls, flags, _ = self._socket.recvmsg(
+                    wanted, space, socket.MSG_CMSG_CLOEXEC
+                )
+                break
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline, "no message came")
+            except OSError as error:
+                self._drop_fds()
+                raise ChannelClosed(f"the other side has gone: {error}") from error
+        at_start = not self._data
+        arrived = 0
+        for level, kind, payload in controls:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
+                self._fds.extend(numbers)
+                arrived += len(numbers)
+        if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_FDS:
+            raise ProtocolError(f"a frame carries more than {MAX_FDS} descriptors")
+        if arrived and not at_start:
+            raise ProtocolError(
+                "descriptors came in the middle of a frame; they belong on its first byte"
+            )
+        if not data:
+            cut = bool(self._data)
+            self._drop_fds()
+            raise ChannelClosed(
+                "the other side has gone" + (" in the middle of a message" if cut else "")
+            )
+        self._data += data
+
+    def _wait(self, event: int, deadline: float | None, complaint: str) -> None:
+        poll = select.poll()
+        try:
+            poll.register(self._socket, event)
+        except (OSError, ValueError) as error:  # closed by another thread
+            raise ChannelClosed("this side has closed the channel") from error
+        timeout_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not poll.poll(timeout_ms) and deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(complaint)
+
+    def _drop_fds(self) -> None:
+        # Two threads may be here at once: pop hands out each descriptor once.
+        with contextlib.suppress(IndexError):
+            while True:
+                os.close(self._fds.pop())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packet:
+    body: bytes
+    fds: tuple[int, ...]
+
+
+class MemoryChannel:
+    """One end of an in-memory pair, for tests: the same contract without a socket. Make it with `memory_pair`."""
+
+    def __init__(
+        self,
+        inbox: queue.SimpleQueue[_Packet | None],
+        outbox: queue.SimpleQueue[_Packet | None],
+        closed: threading.Event,
+    ) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._closed = closed
+
+    def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        if self._closed.is_set():
+            raise ChannelClosed("the pair is closed")
+        self._outbox.put(_Packet(body=encode(message), fds=tuple(os.dup(fd) for fd in fds)))
+
+    def receive(self, timeout_s: float | None) -> Received:
+        try:
+            packet = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError("no message came") from None
+        if packet is None:
+            self._inbox.put(None)  # for the next call
+            raise ChannelClosed("the pair is closed")
+        return Received(message=decode(packet.body), fds=packet.fds)
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while (packet := self._inbox.get_nowait()) is not None:
+                for fd in packet.fds:
+                    os.close(fd)
+        self._inbox.put(None)
+        self._outbox.put(None)
+
+
+def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
+    """Two connected in-memory ends."""
+    one: queue.SimpleQueue[_Packet | None] = queue.SimpleQueue()
+    other: queue.SimpleQueue[_Packet | None] = queue.SimpleQueue()
+    closed = threading.Event()
+    return MemoryChannel(one, other, closed), MemoryChannel(other, one, closed)

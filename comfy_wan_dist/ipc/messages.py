@@ -1,0 +1,272 @@
+"""The messages between ComfyUI's process and the ranks, and their JSON form.
+
+A message is one frozen dataclass. On the wire it is `{"version", "kind", "body"}`; `kind` is the class name,
+the body is checked field by field against the annotations, so that a wrong message fails here and not later.
+Tensors never travel in a message: a `TensorRef` points into a shared buffer whose descriptor rides on the frame.
+
+A new kind of job is one more request class in `MESSAGES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRef:
+    """A contiguous tensor in shared memory: the frame's descriptor number `buffer`, at `offset` bytes."""
+
+    buffer: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# ---- client to ranks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A transformer to have loaded. Two specs that differ are two models; size and mtime_ns tell a replaced file."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    dtype: str
+    compile: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VAESpec:
+    """A VAE to have loaded."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """Denoise one batch of latents.
+
+    sigmas: N+1 values, the last 0 or above. timesteps: N values in [0, 1000], what the model is told at each step.
+    noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
+    mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
+    cond, uncond: [1 or B, S, text_dim] float32; without uncond there is no guidance.
+    step_noise [N-1, B, C, T, h, w] float32: fresh noise of solvers that re-noise after each step but the last.
+    result: [B, C, T, h, w] float32, written by rank 0.
+    """
+
+    id: str
+    model: ModelSpec
+    solver: str
+    sigmas: tuple[float, ...]
+    timesteps: tuple[float, ...]
+    guidance: float
+    noisy: TensorRef
+    clean: TensorRef | None
+    mask: TensorRef | None
+    frame_mask: TensorRef | None
+    cond: TensorRef
+    uncond: TensorRef | None
+    step_noise: TensorRef | None
+    result: TensorRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeRequest:
+    """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3] float32 in 0..1."""
+
+    id: str
+    vae: VAESpec
+    latent: TensorRef
+    result: TensorRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodeRequest:
+    """Frames [F, H, W, 3] float32 in 0..1, F = 4k+1, H and W multiples of 16 -> raw latent [1, C, k+1, H/16, W/16]."""
+
+    id: str
+    vae: VAESpec
+    frames: TensorRef
+    result: TensorRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cancel:
+    """Stop job `id` at its next step or chunk; a job that is over or unknown is no error."""
+
+    id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unload:
+    """Drop all models and give their memory back."""
+
+    id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shutdown:
+    """End the process after the running job's next step."""
+
+
+# ---- ranks to client -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """First message of a rank, before it imports torch."""
+
+    token: str
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """The rank has joined its group and waits for jobs."""
+
+    rank: int
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """`done` of `total` units of `phase` ("load" counts bytes, "sample" steps, "decode" and "encode" frames)."""
+
+    id: str
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerLine:
+    """What one rank sent through one collective of one axis during a job."""
+
+    op: str
+    axis: str
+    dtype: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """The rank finished job `id`. bytes_read counts what it asked of model files for this job."""
+
+    id: str
+    rank: int
+    seconds: float
+    bytes_read: int
+    ledger: tuple[LedgerLine, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """The rank could not do job `id`.
+
+    error: a class name of CONFIG_ERRORS, "JobCancelled", or another exception's name. Every rank answers every
+    job; a rank that stopped because another one failed says so with `rank` = the rank that failed first.
+    fatal: the rank ends after this message.
+    """
+
+    id: str
+    rank: int
+    error: str
+    message: str
+    traceback: str
+    fatal: bool
+
+
+MESSAGES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        SampleRequest,
+        DecodeRequest,
+        EncodeRequest,
+        Cancel,
+        Unload,
+        Shutdown,
+        Hello,
+        Ready,
+        Progress,
+        Done,
+        Failed,
+    )
+}
+
+JobRequest = SampleRequest | DecodeRequest | EncodeRequest
+Request = JobRequest | Unload
+Message = Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed
+
+M = TypeVar("M")
+
+
+def encode(message: Message) -> bytes:
+    """Message as UTF-8 JSON."""
+    body = {
+        "version": PROTOCOL_VERSION,
+        "kind": type(message).__name__,
+        "body": dataclasses.asdict(message),
+    }
+    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Message:
+    """Inverse of `encode`. Raises ProtocolError on anything else."""
+    try:
+        envelope = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a message is not JSON: {error}") from error
+    if not isinstance(envelope, dict) or envelope.get("version") != PROTOCOL_VERSION:
+        got = envelope.get("version") if isinstance(envelope, dict) else envelope
+        raise ProtocolError(
+            f"protocol version {got!r} was received; this side speaks {PROTOCOL_VERSION}"
+        )
+    kind = envelope.get("kind")
+    if not isinstance(kind, str) or kind not in MESSAGES:
+        raise ProtocolError(f"unknown kind of message {kind!r}")
+    message: Message = from_plain(MESSAGES[kind], envelope.get("body"), kind)
+    return message
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """Build an annotated type from JSON values; `where` names the field in errors."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(value, dict) or set(value) != set(hints):
+            got = sorted(value) if isinstance(value, dict) else value
+            raise ProtocolError(f"{where} has fields {got}; it needs {sorted(hints)}")
+        fields = {
+            name: from_plain(hint, value[name], f"{where}.{name}") for name, hint in hints.items()
+        }
+        return kind(**fields)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (option for option in typing.get_args(kind) if option is not type(None))
+        return None if value is None else from_plain(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ProtocolError(f"{where} is {value!r}; it must be a list")
+        item = typing.get_args(kind)[0]
+        return tuple(from_plain(item, part, where) for part in value)
+    if kind is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise ProtocolError(f"{where} is {value!r}; it must be {getattr(kind, '__name__', kind)}")

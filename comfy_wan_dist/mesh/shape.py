@@ -1,0 +1,67 @@
+"""The numbers of a Wan transformer that decide how it can be cut and what it costs.
+
+Source: Wan2.2 `config.json` fields and the shapes of its tensors; head_dim is 128 in every Wan model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD_DIM = 128
+PATCH_SIZE = (1, 2, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanShape:
+    """Sizes of a Wan transformer; the names are those of its official configuration."""
+
+    dim: int
+    ffn_dim: int
+    num_layers: int
+    in_dim: int
+    out_dim: int
+    text_dim: int = 4096
+    freq_dim: int = 256
+
+    @property
+    def num_heads(self) -> int:
+        return self.dim // HEAD_DIM
+
+    @property
+    def token_dim(self) -> int:
+        """Features of one output token: a 1x2x2 patch of out_dim channels."""
+        pt, ph, pw = PATCH_SIZE
+        return self.out_dim * pt * ph * pw
+
+    def parameters_per_rank(self, tp: int) -> int:
+        """Parameters that one of `tp` tensor-parallel ranks holds.
+
+        What is cut: q, k, v, o, their norms, the FFN, and the biases of column layers.
+        """
+        d, f, t = self.dim, self.ffn_dim, tp
+        attention = 4 * d * d // t + 3 * d // t + d + 2 * d // t
+        ffn = 2 * d * f // t + f // t + d
+        block = 2 * attention + ffn + 2 * d + 6 * d
+        pt, ph, pw = PATCH_SIZE
+        patch = d * self.in_dim * pt * ph * pw + d
+        text = d * self.text_dim + d + d * d + d
+        time = d * self.freq_dim + d + d * d + d + 6 * d * d + 6 * d
+        head = 2 * d + self.token_dim * d + self.token_dim
+        return self.num_layers * block + patch + text + time + head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentGrid:
+    """The token grid of one latent of shape [*, frames, 2*rows, 2*columns]."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns
+
+    @property
+    def tokens_per_frame(self) -> int:
+        return self.rows * self.columns

@@ -1,0 +1,32 @@
+"""Cutting a length into contiguous shards that may differ by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRange:
+    """This rank's contiguous range [start, start + sizes[rank]) of a whole cut into `sizes`."""
+
+    sizes: tuple[int, ...]
+    rank: int
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def size(self) -> int:
+        return self.sizes[self.rank]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+def shard_range(length: int, *, parts: int, rank: int) -> ShardRange:
+    """Cut `length` into `parts` shards, the longer ones first; never padded."""
+    short, longer = divmod(length, parts)
+    sizes = tuple(short + 1 if part < longer else short for part in range(parts))
+    return ShardRange(sizes=sizes, rank=rank)

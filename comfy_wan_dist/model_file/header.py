@@ -1,0 +1,181 @@
+"""The header of safetensors files, read with distrust.
+
+A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands; a
+truncated or forged file fails here, before memory is allocated. Covers one file, and several with an index.
+Not covered: pickles (.pt, .pth, .ckpt, .bin), which are never opened, and GGUF.
+Source: safetensors format description (u64 header length, JSON header, tensor bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..ipc.errors import ModelFileError
+
+MAX_HEADER_BYTES = 100 * 2**20
+MAX_DIMS = 16
+
+ITEM_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+}
+
+SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: bytes start..stop-1 of file `path`, row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFile:
+    """All tensors of a model, by name, and the files that hold them."""
+
+    path: str
+    entries: Mapping[str, TensorEntry]
+    file_bytes: int
+    mtime_ns: int
+
+
+def read_model_file(path: str) -> ModelFile:
+    """Read one safetensors file, or all files of the index that lies beside one of its shards.
+
+    Raises ModelFileError: unreadable, not safetensors, truncated, overlapping, or a missing shard.
+    """
+    given = Path(path)
+    if given.suffix not in (".safetensors", ".sft"):
+        raise ModelFileError(
+            f"{given.name} is not a .safetensors file; pickled checkpoints can run code when opened and are never "
+            "loaded, so convert it to safetensors"
+        )
+    files = _shards_of(given)
+    entries: dict[str, TensorEntry] = {}
+    file_bytes = 0
+    mtime_ns = 0
+    for file in files:
+        size, modified, tensors = _read_header(file)
+        if twice := entries.keys() & tensors.keys():
+            raise ModelFileError(f"{file.name} repeats the tensor {min(twice)!r} of another shard; download it again")
+        entries.update(tensors)
+        file_bytes += size
+        mtime_ns = max(mtime_ns, modified)
+    return ModelFile(path=str(given), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
+
+
+def _shards_of(path: Path) -> list[Path]:
+    match = SHARD_NAME.fullmatch(path.name)
+    if match is None:
+        return [path]
+    index_path = path.with_name(f"{match['stem']}.safetensors.index.json")
+    try:
+        weight_map = json.loads(index_path.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelFileError(
+            f"{path.name} is one shard of several, but its index {index_path.name} cannot be read ({error}); "
+            "put all shards and the index in one folder"
+        ) from error
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise ModelFileError(f"{index_path.name} names shards outside its own folder; download the index again")
+    missing = [name for name in names if not path.with_name(name).is_file()]
+    if missing:
+        raise ModelFileError(
+            f"{index_path.name} names the shard {missing[0]}, which is not there; "
+            "put all shards in one folder"
+        )
+    return [path.with_name(name) for name in names]
+
+
+def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
+    """File size, mtime in nanoseconds, and tensors."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ModelFileError(f"{path.name} has only {len(prefix)} bytes; download it again")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > min(status.st_size - 8, MAX_HEADER_BYTES):
+                raise ModelFileError(
+                    f"{path.name} says that its header has {length} bytes, but the file has {status.st_size} "
+                    f"(headers may have {MAX_HEADER_BYTES}); it is truncated or no safetensors file"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelFileError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"the header of {path.name} is not JSON; it is damaged or no safetensors file") from error
+    if not isinstance(header, dict):
+        raise ModelFileError(f"the header of {path.name} is not a JSON object; it is no safetensors file")
+    header.pop("__metadata__", None)
+    data_start = 8 + length
+    entries = {name: _entry(name, value, path, data_start) for name, value in header.items()}
+    _require_exact_cover(entries, path, data_start, status.st_size)
+    return status.st_size, status.st_mtime_ns, entries
+
+
+def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
+    def whole(number: Any) -> bool:
+        return type(number) is int and 0 <= number < 2**62
+
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ModelFileError(f"{path.name}: the header entry of {name!r} is incomplete; the file is damaged") from error
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ModelFileError(
+            f"{path.name}: {name!r} has the type {dtype!r}, which is not known; known are {', '.join(ITEM_BYTES)}"
+        )
+    well_formed = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(whole, [*shape, start, stop]))
+    if not well_formed or stop - start != prod(shape) * ITEM_BYTES[dtype]:
+        raise ModelFileError(
+            f"{path.name}: {name!r} has shape {shape} and type {dtype}, which do not give its bytes "
+            f"{start}..{stop}; the file is damaged"
+        )
+    return TensorEntry(
+        dtype=dtype, shape=tuple(shape), path=str(path), start=data_start + start, stop=data_start + stop
+    )
+
+
+def _require_exact_cover(entries: Mapping[str, TensorEntry], path: Path, data_start: int, file_bytes: int) -> None:
+    position = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != position:
+            kind = "overlaps the tensor before it" if entry.start < position else "leaves a gap before it"
+            raise ModelFileError(f"{path.name}: {name!r} {kind}; the file is damaged")
+        position = entry.stop
+    if position != file_bytes:
+        raise ModelFileError(
+            f"{path.name} has {file_bytes} bytes but its header describes {position}; "
+            "it is truncated or damaged: download it again"
+        )

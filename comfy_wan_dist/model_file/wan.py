@@ -1,0 +1,160 @@
+"""Recognise a Wan transformer by its tensors' names and shapes, never by its file name.
+
+Covers TI2V-5B (48 latent channels) with official names, bare or behind a known prefix. Other models are refused by name.
+Source: key table of the official Wan2.2 TI2V-5B checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..ipc.errors import ModelFileError
+from ..mesh.shape import HEAD_DIM, WanShape
+from .header import ModelFile, TensorEntry
+
+PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "model.", "net.")
+LATENT_CHANNELS = 48
+WEIGHT_TYPES = ("F32", "F16", "BF16")
+
+SIBLINGS = (
+    ("vace_patch_embedding.weight", "a Wan VACE model"),
+    ("control_adapter.conv.weight", "a Wan camera-control model"),
+    ("casual_audio_encoder.encoder.final_linear.weight", "a Wan S2V model"),
+    ("audio_proj.audio_proj_glob_1.layer.bias", "a HuMo model"),
+    ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
+    ("img_emb.proj.0.bias", "a Wan2.1 image-to-video model"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanFile:
+    """A recognised transformer: its sizes and where each official parameter lies."""
+
+    shape: WanShape
+    entries: Mapping[str, TensorEntry]
+    file: ModelFile
+
+
+def read_wan_file(file: ModelFile) -> WanFile:
+    """Recognise `file`. Raises ModelFileError naming what it is instead, or what it lacks."""
+    label = Path(file.path).name
+    prefix = next((p for p in PREFIXES if p + "head.modulation" in file.entries), None)
+    if prefix is None:
+        raise ModelFileError(f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file")
+    entries = {name.removeprefix(prefix): entry for name, entry in file.entries.items() if name.startswith(prefix)}
+    for key, kind in SIBLINGS:
+        if key in entries:
+            raise ModelFileError(f"{label} is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file")
+    shape = _shape_of(entries, label)
+    wrong_type = next((n for n, e in entries.items() if e.dtype not in WEIGHT_TYPES), None)
+    if wrong_type is not None:
+        raise ModelFileError(
+            f"{label} stores {wrong_type!r} as {entries[wrong_type].dtype}; this version loads "
+            f"{', '.join(WEIGHT_TYPES)}, so choose a 16- or 32-bit file"
+        )
+    _require_parameters(entries, shape, label)
+    return WanFile(shape=shape, entries=entries, file=file)
+
+
+def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model and its full shape, official names."""
+    d, f = shape.dim, shape.ffn_dim
+    expected: dict[str, tuple[int, ...]] = {"patch_embedding.weight": (d, shape.in_dim, 1, 2, 2)}
+    expected["patch_embedding.bias"] = (d,)
+
+    def linear(name: str, out_features: int, in_features: int) -> None:
+        expected[f"{name}.weight"] = (out_features, in_features)
+        expected[f"{name}.bias"] = (out_features,)
+
+    linear("text_embedding.0", d, shape.text_dim)
+    linear("text_embedding.2", d, d)
+    linear("time_embedding.0", d, shape.freq_dim)
+    linear("time_embedding.2", d, d)
+    linear("time_projection.1", 6 * d, d)
+    for i in range(shape.num_layers):
+        block = f"blocks.{i}"
+        expected[f"{block}.modulation"] = (1, 6, d)
+        for attention in ("self_attn", "cross_attn"):
+            for projection in "qkvo":
+                linear(f"{block}.{attention}.{projection}", d, d)
+            expected[f"{block}.{attention}.norm_q.weight"] = (d,)
+            expected[f"{block}.{attention}.norm_k.weight"] = (d,)
+        expected[f"{block}.norm3.weight"] = expected[f"{block}.norm3.bias"] = (d,)
+        linear(f"{block}.ffn.0", f, d)
+        linear(f"{block}.ffn.2", d, f)
+    expected["head.modulation"] = (1, 2, d)
+    linear("head.head", shape.token_dim, d)
+    return expected
+
+
+def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
+    def dims(name: str, count: int) -> tuple[int, ...]:
+        entry = entries.get(name)
+        if entry is None:
+            raise ModelFileError(f"{label} lacks the tensor {name}; the file is incomplete: download it again")
+        if len(entry.shape) != count:
+            raise ModelFileError(f"{label}: {name} has shape {list(entry.shape)}; it must have {count} dims")
+        return entry.shape
+
+    dim = dims("head.modulation", 3)[2]
+    in_dim = dims("patch_embedding.weight", 5)[1]
+    token_dim = dims("head.head.weight", 2)[0]
+    if dim == 0 or dim % HEAD_DIM:
+        raise ModelFileError(f"{label} has width {dim}, which is no multiple of {HEAD_DIM}: no Wan model has that")
+    if (in_dim, token_dim) != (LATENT_CHANNELS, 4 * LATENT_CHANNELS):
+        raise ModelFileError(
+            f"{label} is {_name_by_channels(in_dim, dim)} with {in_dim} input and {token_dim // 4} output channels; "
+            f"this version runs Wan2.2 TI2V-5B ({LATENT_CHANNELS} and {LATENT_CHANNELS}), so choose that file"
+        )
+    blocks = {int(match[1]) for name in entries if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))}
+    if not blocks:
+        raise ModelFileError(f"{label} has no blocks; the file is incomplete: download it again")
+    return WanShape(
+        dim=dim,
+        ffn_dim=dims("blocks.0.ffn.0.weight", 2)[0],
+        num_layers=max(blocks) + 1,
+        in_dim=in_dim,
+        out_dim=token_dim // 4,
+        text_dim=dims("text_embedding.0.weight", 2)[1],
+        freq_dim=dims("time_embedding.0.weight", 2)[1],
+    )
+
+
+def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, label: str) -> None:
+    expected = expected_parameters(shape)
+    if missing := sorted(expected.keys() - entries.keys()):
+        raise ModelFileError(
+            f"{label} lacks {len(missing)} tensors, the first is {missing[0]}; the file is incomplete: download it again"
+        )
+    if extra := sorted(entries.keys() - expected.keys()):
+        raise ModelFileError(
+            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, the first is {extra[0]}; "
+            "it is another kind of model"
+        )
+    for name, want in expected.items():
+        if entries[name].shape != want:
+            raise ModelFileError(
+                f"{label}: {name} has shape {list(entries[name].shape)}; its other tensors ask for {list(want)}"
+            )
+
+
+def _name_by_channels(in_dim: int, dim: int) -> str:
+    size = {5120: "14B", 1536: "1.3B"}.get(dim, f"width-{dim}")
+    kinds = {16: f"a Wan {size} text-to-video model", 36: f"a Wan {size} image-to-video model"}
+    return kinds.get(in_dim, f"a Wan variant of width {dim}")
+
+
+def _guess(file: ModelFile) -> str:
+    names = file.entries.keys()
+    if any("condition_embedder" in name for name in names):
+        return "it has the tensor names of a diffusers folder"
+    if any(name.startswith(("decoder.", "encoder.conv", "first_stage_model.")) for name in names):
+        return "it looks like a VAE"
+    if any("SelfAttention" in name or "self_attn.q_proj" in name for name in names):
+        return "it looks like a text encoder"
+    if any("lora" in name for name in names):
+        return "it looks like a LoRA"
+    return f"its {len(names)} tensors have other names"

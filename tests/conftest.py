@@ -1,0 +1,92 @@
+"""Fixtures that hand tests a real ComfyUI, and the settings that all tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from devtools.comfy_server import PACK_FOLDER, ComfyServer, find_comfyui
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class RootIsPlainDir:
+    """The repository is a ComfyUI pack with an __init__.py: keep pytest from importing it."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(
+        self, path: Path, parent: pytest.Collector
+    ) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RootIsPlainDir(), "root-is-plain-dir")
+    # Before torch is imported here or in a child: many processes share few cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The same examples each time, however busy the machine is, and no files left behind.
+    hypothesis.settings.register_profile(
+        "repeatable", derandomize=True, deadline=None, database=None
+    )
+    hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of ComfyUI's log with a failed test that used the shared server."""
+    report = yield
+    server = getattr(item, "funcargs", {}).get("comfy")
+    if report.failed and isinstance(server, ComfyServer):
+        report.sections.append(("ComfyUI log", server.log[-4000:]))
+    return report
+
+
+@pytest.fixture(scope="session")
+def comfyui_path() -> Path:
+    """The ComfyUI source tree; without one tests are skipped, except in CI."""
+    try:
+        return find_comfyui(ROOT)
+    except FileNotFoundError as error:
+        if os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def comfy(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
+    """One ComfyUI for the whole session with this pack in it, started on first use."""
+    base = tmp_path_factory.mktemp("comfyui")
+    with ComfyServer(comfyui=comfyui_path, base=base, packs={PACK_FOLDER: ROOT}) as server:
+        yield server
+
+
+@pytest.fixture
+def comfy_server_factory(
+    comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., ComfyServer]]:
+    """Start servers of one's own, to be killed or given other arguments; stopped after the test."""
+    with contextlib.ExitStack() as running:
+
+        def start(
+            *,
+            base: Path | None = None,
+            extra_args: Sequence[str] = (),
+            env: Mapping[str, str] | None = None,
+        ) -> ComfyServer:
+            server = ComfyServer(
+                comfyui=comfyui_path,
+                base=base or tmp_path_factory.mktemp("comfyui-own"),
+                packs={PACK_FOLDER: ROOT},
+                extra_args=extra_args,
+                env=env or {},
+            )
+            return running.enter_context(server)
+
+        yield start

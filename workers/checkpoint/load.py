@@ -1,0 +1,66 @@
+"""Build this rank's part of the transformer: meta model, cut, memory, then weights streamed in.
+
+Peak memory is the rank's own shard and one read buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from accelerate import init_empty_weights
+
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.wan import WanFile
+from workers.model.wan import FLOAT32_PARAMETERS, WanModel
+from workers.parallel.collectives import AxisGroup
+from workers.parallel.plan import parameter_slice
+from workers.parallel.tensor import apply_tensor_parallel
+
+from .allocate import allocate_parameters
+from .reader import TensorReader
+
+
+def build_model(shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype, device: torch.device) -> WanModel:
+    """This rank's shard with memory allocated and no values in it."""
+    with init_empty_weights(include_buffers=True):
+        model = WanModel(shape)
+        apply_tensor_parallel(model, tp)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if any(part in name for part in FLOAT32_PARAMETERS) else dtype
+
+    allocate_parameters(model, dtype_of=dtype_of, device=device)
+    return model.eval()
+
+
+def shard_bytes(shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype) -> int:
+    """Bytes of this rank's shard, from a meta model."""
+    model = build_model(shape, tp=tp, dtype=dtype, device=torch.device("meta"))
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def load_weights(
+    model: WanModel,
+    file: WanFile,
+    *,
+    tp: AxisGroup,
+    report: Callable[[int, int], None],
+) -> int:
+    """Stream the file's weights into `model`; returns the bytes asked of the file.
+
+    report(done, total) is called after every tensor, in bytes. Raises ModelFileError.
+    """
+    parameters = dict(model.named_parameters())
+    # File order: one forward pass over the disk.
+    names = sorted(parameters, key=lambda name: (file.entries[name].path, file.entries[name].start))
+    total = sum(file.entries[name].stop - file.entries[name].start for name in names)
+    done = 0
+    with TensorReader() as reader, torch.no_grad():
+        for name in names:
+            entry = file.entries[name]
+            part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
+            reader.read_into(parameters[name], entry, part)
+            done += entry.stop - entry.start
+            report(done, total)
+        return reader.bytes_read

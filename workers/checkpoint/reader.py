@@ -1,0 +1,95 @@
+"""Read tensors, or slices of them, from model files straight into memory that is already there.
+
+Reads go through `os.preadv` into the parameter's storage, or through one small buffer where the type, the device
+or the cut's dim differ; a memory-mapped file would hide both the bytes read and the memory used.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.model_file.header import TensorEntry
+from workers.parallel.plan import Slice
+
+BUFFER_BYTES = 16 * 2**20
+
+TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+class TensorReader:
+    """Open files of one load. Use as a context manager; `bytes_read` counts what was asked of them."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._files: dict[str, int] = {}
+        self._buffer = bytearray(BUFFER_BYTES)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def read_into(self, target: Tensor, entry: TensorEntry, part: Slice | None) -> None:
+        """Fill `target` (contiguous; any float type and device) with the entry or with its slice.
+
+        Slices of dim 0 read only their bytes, slices of dim 1 pass over whole rows. Raises ModelFileError.
+        """
+        if part is not None and part.dim == 0:
+            row_bytes = (entry.stop - entry.start) // entry.shape[0]
+            start, stop = entry.start + part.start * row_bytes, entry.start + part.stop * row_bytes
+            self._read_rows(target.view(-1), entry, start, stop)
+        elif part is not None and part.dim == 1:
+            self._read_columns(target, entry, part)
+        else:
+            self._read_rows(target.view(-1), entry, entry.start, entry.stop)
+
+    def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int, stop: int) -> None:
+        dtype = TORCH_TYPES[entry.dtype]
+        if flat.device.type == "cpu" and flat.dtype == dtype and flat.numel():
+            self._pread(entry.path, memoryview(flat.view(torch.uint8).numpy()), start)
+            return
+        items = BUFFER_BYTES // dtype.itemsize
+        for first in range(0, flat.numel(), items):
+            piece = flat[first : first + items]
+            piece.copy_(self._buffered(entry, start + first * dtype.itemsize, piece.numel()))
+
+    def _read_columns(self, target: Tensor, entry: TensorEntry, part: Slice) -> None:
+        rows, columns = entry.shape[0], entry.shape[1]
+        itemsize = TORCH_TYPES[entry.dtype].itemsize
+        at_once = max(1, BUFFER_BYTES // (columns * itemsize))
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            whole = self._buffered(entry, entry.start + first * columns * itemsize, count * columns)
+            target[first : first + count] = whole.view(count, columns)[:, part.start : part.stop]
+
+    def _buffered(self, entry: TensorEntry, start: int, items: int) -> Tensor:
+        dtype = TORCH_TYPES[entry.dtype]
+        size = items * dtype.itemsize
+        if size > len(self._buffer):
+            self._buffer = bytearray(size)
+        self._pread(entry.path, memoryview(self._buffer)[:size], start)
+        return torch.frombuffer(self._buffer, dtype=dtype, count=items)
+
+    def _pread(self, path: str, target: memoryview, start: int) -> None:
+        if path not in self._files:
+            try:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from error
+        done = 0
+        while done < len(target):
+            got = os.preadv(self._files[path], [target[done:]], start + done)
+            if got == 0:
+                raise ModelFileError(f"{path} became shorter while it was read; load it again")
+            done += got
+            self.bytes_read += got

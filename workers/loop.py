@@ -1,0 +1,217 @@
+"""A rank's life after start-up: take a request, run it, answer it, until told to stop.
+
+The main thread runs one job at a time; inbox.py holds the other thread, which reads the socket meanwhile.
+
+What becomes of an error: one that all ranks share (voted on by `Job.agree`, or raised by the same check everywhere
+and confirmed by the vote at the job's end) is answered and the loop lives. Any other leaves the ranks in unknown
+places of the job: it is answered with `fatal`, and the process exits non-zero so that torchrun ends the peers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from comfy_wan_dist.ipc.channel import Channel
+from comfy_wan_dist.ipc.errors import ProtocolError, WanDistError
+from comfy_wan_dist.ipc.messages import (
+    Done,
+    Failed,
+    JobRequest,
+    LedgerLine,
+    Progress,
+    Request,
+    Shutdown,
+    TensorRef,
+    Unload,
+)
+from comfy_wan_dist.ipc.shared import MapCache, SharedBuffer
+from workers.inbox import Inbox
+from workers.parallel.agreement import Agreement, error_name
+
+PROGRESS_INTERVAL_S = 0.1
+END_VOTE_TIMEOUT_S = 20.0
+SEND_TIMEOUT_S = 60.0
+MAP_CACHE_BYTES = 256 * 2**20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStats:
+    """What a job cost this rank: bytes asked of model files, and the lines of its ledger."""
+
+    bytes_read: int = 0
+    ledger: tuple[LedgerLine, ...] = ()
+
+
+class Runner(Protocol):
+    """What a rank can do. The loop calls it from the main thread only."""
+
+    def run(self, request: JobRequest, job: Job) -> JobStats:
+        """Carry out `request`; rank 0 writes the result into the tensor that the request names."""
+        ...
+
+    def unload(self) -> None:
+        """Drop all models and give their memory back."""
+        ...
+
+
+class Job:
+    """A running job as its runner sees it."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        buffers: Sequence[SharedBuffer],
+        agreement: Agreement,
+        is_cancelled: Callable[[], bool],
+        send_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._id = id
+        self._buffers = buffers
+        self._agreement = agreement
+        self._is_cancelled = is_cancelled
+        self._send_progress = send_progress
+        self._reported: tuple[str, float] = ("", 0.0)
+
+    def tensor(self, ref: TensorRef) -> Tensor:
+        """The CPU tensor that `ref` names: a view on memory shared with ComfyUI, not a copy.
+
+        Only the request's result may be written to. Raises ProtocolError if the ref does not fit its buffer.
+        """
+        if not 0 <= ref.buffer < len(self._buffers):
+            raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(self._buffers)}")
+        return self._buffers[ref.buffer].tensor(ref)
+
+    def report(self, phase: str, done: int, total: int) -> None:
+        """Tell the client how far the job is. Cheap: only rank 0 sends, at most ten a second per phase, but
+        always when `done` reaches `total`."""
+        if self._send_progress is None:
+            return
+        last_phase, last_time = self._reported
+        now = time.monotonic()
+        if done < total and phase == last_phase and now - last_time < PROGRESS_INTERVAL_S:
+            return
+        self._reported = (phase, now)
+        self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
+
+    def cancel_requested(self) -> bool:
+        """Whether this rank has been told to stop. The others may not know yet: never leave a collective on it."""
+        return self._is_cancelled()
+
+    def agree(self, error: Exception | None) -> None:
+        """Vote after a local phase: see `Agreement.agree`. Every rank must call it."""
+        self._agreement.agree(error)
+
+    def agree_stop(self) -> bool:
+        """Whether any rank has been told to stop; the same answer on every rank. Every rank must call it.
+
+        Once it is True, raise JobCancelled on every rank.
+        """
+        return self._agreement.agree_stop(self._is_cancelled())
+
+
+class Loop:
+    """Serves one client until it says Shutdown."""
+
+    def __init__(
+        self, *, channel: Channel, inbox: Inbox, runner: Runner, agreement: Agreement, rank: int
+    ) -> None:
+        self._channel = channel
+        self._inbox = inbox
+        self._runner = runner
+        self._agreement = agreement
+        self._rank = rank
+        self._maps = MapCache(max_bytes=MAP_CACHE_BYTES)
+
+    def serve(self) -> int:
+        """Answer requests until Shutdown (0) or until an error that the loop must not outlive (1)."""
+        while True:
+            received = self._inbox.take()
+            message = received.message
+            if isinstance(message, Shutdown):
+                return 0
+            if not isinstance(message, Request):
+                logger.error("received %s, which is no request", type(message).__name__)
+                return 1
+            answer = self._answer(message, received.fds)
+            self._inbox.finish(message.id)
+            self._channel.send(answer, timeout_s=SEND_TIMEOUT_S)
+            if isinstance(answer, Failed) and answer.fatal:
+                return 1
+
+    def _answer(self, request: Request, fds: tuple[int, ...]) -> Done | Failed:
+        started = time.monotonic()
+        stats = JobStats()
+        failure: Exception | None = None
+        try:
+            stats = self._run(request, fds)
+        except Exception as error:
+            failure = error
+        shared = self._agreement.take_failure()
+        if shared is None or shared.error is not failure:
+            try:
+                if failure is not None and not isinstance(failure, WanDistError):
+                    return self._fatal(request.id, failure)
+                limit = None if failure is None else END_VOTE_TIMEOUT_S
+                self._agreement.agree_end(failure, timeout_s=limit)
+            except Exception as error:
+                shared = self._agreement.take_failure()
+                if shared is None or shared.error is not error:
+                    return self._fatal(request.id, failure or error)
+        if shared is not None:
+            logger.info(
+                "job %s ended on all ranks: %s: %s", request.id, shared.name, shared.message
+            )
+            return Failed(
+                id=request.id,
+                rank=shared.rank,
+                error=shared.name,
+                message=shared.message,
+                traceback=shared.traceback,
+                fatal=False,
+            )
+        return Done(
+            id=request.id,
+            rank=self._rank,
+            seconds=time.monotonic() - started,
+            bytes_read=stats.bytes_read,
+            ledger=stats.ledger,
+        )
+
+    def _run(self, request: Request, fds: tuple[int, ...]) -> JobStats:
+        buffers = self._maps.adopt(fds)
+        if isinstance(request, Unload):
+            self._maps.clear()
+            self._runner.unload()
+            return JobStats()
+        job = Job(
+            id=request.id,
+            buffers=buffers,
+            agreement=self._agreement,
+            is_cancelled=lambda: self._inbox.is_cancelled(request.id),
+            send_progress=self._send_progress if self._rank == 0 else None,
+        )
+        return self._runner.run(request, job)
+
+    def _send_progress(self, progress: Progress) -> None:
+        self._channel.send(progress, timeout_s=SEND_TIMEOUT_S)
+
+    def _fatal(self, id: str, error: Exception) -> Failed:
+        logger.error("job %s failed on this rank alone; ending", id, exc_info=error)
+        return Failed(
+            id=id,
+            rank=self._rank,
+            error=error_name(error),
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            fatal=True,
+        )

@@ -1,0 +1,1 @@
+"""The Wan transformer as one device runs it."""

@@ -1,0 +1,1 @@
+"""Process groups, collectives, the sharding plan, and what they do to a plain model."""

@@ -1,0 +1,176 @@
+"""One vote of all ranks, so that no rank enters a collective that another one will not reach.
+
+Covered: an error that only some ranks see, the decision to stop, and the end of a job. All three are the same
+collective (one all-reduce of four int64 on the CPU), so a rank that failed can join whatever vote its peers are at
+and be heard there. Not covered: a rank that is stuck or dead; the first needs the client's deadline, the second
+makes the vote raise.
+
+Only tensors of fixed size travel; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from comfy_wan_dist.ipc.errors import CONFIG_ERRORS, JobCancelled, RemoteError
+
+REPORT_BYTES = 32 * 2**10
+"""Of one failure report: class name, message and traceback, each UTF-8 and cut to fit."""
+
+_LENGTHS = struct.Struct("<3H")
+_NAME_BYTES, _MESSAGE_BYTES = 128, 8 * 2**10
+_TRACEBACK_BYTES = REPORT_BYTES - _LENGTHS.size - _NAME_BYTES - _MESSAGE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedFailure:
+    """A failure that every rank knows of. `error` is what this rank's vote raised; the rest is of the rank that
+    failed first."""
+
+    error: Exception
+    rank: int
+    name: str
+    message: str
+    traceback: str
+
+
+class _Vote(IntEnum):
+    """What a rank votes on. Ranks that vote on different things have run apart."""
+
+    ERROR = 0
+    STOP = 1
+    END = 2
+
+
+class Agreement:
+    """The votes of one rank. Every rank of the group must call them in the same order.
+
+    `group` is a gloo group over all ranks in the order of the world, or None at size 1, where every vote is
+    this rank's own.
+    """
+
+    def __init__(self, *, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        if (size > 1) != (group is not None):
+            raise ValueError(
+                f"{size} ranks with{'out' if group is None else ''} a group; give one from 2 ranks on"
+            )
+        self._rank = rank
+        self._size = size
+        self._group = group
+        self._failure: SharedFailure | None = None
+
+    def take_failure(self) -> SharedFailure | None:
+        """The failure that the last vote raised, once: it holds the frames it came through, and their tensors."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def agree(self, error: Exception | None) -> None:
+        """Tell the others how a local phase went, and hear how theirs did.
+
+        Returns if no rank failed. Otherwise raises the same class on every rank: a class of CONFIG_ERRORS,
+        JobCancelled, or RemoteError for anything else; an error goes before JobCancelled, then the lowest rank's
+        counts. Collectives: one all-reduce; after a failure one broadcast.
+        """
+        self._vote(_Vote.ERROR, error, stop=False, timeout_s=None)
+
+    def agree_stop(self, stop: bool) -> bool:
+        """Whether any rank wants to stop. Raises as `agree` does if a rank failed meanwhile."""
+        return self._vote(_Vote.STOP, None, stop=stop, timeout_s=None)
+
+    def agree_end(self, error: Exception | None, *, timeout_s: float | None) -> None:
+        """`agree` at the end of a job, for ranks that finished and for ranks that raised without a vote.
+
+        Raises RuntimeError if a rank has not voted within `timeout_s` (None: the group's own limit).
+        """
+        self._vote(_Vote.END, error, stop=False, timeout_s=timeout_s)
+
+    def _vote(
+        self, vote: _Vote, error: Exception | None, *, stop: bool, timeout_s: float | None
+    ) -> bool:
+        # The smallest key names the rank whose error counts: real errors, then cancellations, then none.
+        none = 2 * self._size
+        key = none
+        if error is not None:
+            key = self._rank + self._size * isinstance(error, JobCancelled)
+        ballot = torch.tensor([key, -int(stop), vote, -vote], dtype=torch.int64, device="cpu")
+        if self._group is not None:
+            work = dist.all_reduce(ballot, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+            _finish(work, timeout_s)
+        lowest_key, stopped, lowest_vote, highest_vote = ballot.tolist()
+        if lowest_key < none:
+            self._failure = self._share_failure(lowest_key % self._size, error)
+            raise self._failure.error
+        if lowest_vote != -highest_vote:
+            raise RuntimeError(
+                f"the ranks have run apart: rank {self._rank} votes on {vote.name}, another on "
+                f"{_Vote(lowest_vote).name if lowest_vote != vote else _Vote(-highest_vote).name}"
+            )
+        return bool(stopped)
+
+    def _share_failure(self, failed_rank: int, error: Exception | None) -> SharedFailure:
+        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8, device="cpu")
+        if failed_rank == self._rank:
+            assert error is not None, "only a rank with an error votes its own number"
+            packed = _pack_report(error)
+            report[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        if self._group is not None:
+            dist.broadcast(report, src=failed_rank, group=self._group)
+        name, message, trace = _unpack_report(bytes(report.tolist()))
+        shared: Exception
+        if failed_rank == self._rank and isinstance(error, (*CONFIG_ERRORS.values(), JobCancelled)):
+            shared = error
+        elif name in CONFIG_ERRORS:
+            shared = CONFIG_ERRORS[name](message)
+        elif name == JobCancelled.__name__:
+            shared = JobCancelled(message)
+        else:
+            shared = RemoteError(
+                f"rank {failed_rank}: {name}: {message}", rank=failed_rank, traceback=trace
+            )
+            shared.__cause__ = error if failed_rank == self._rank else None
+        return SharedFailure(
+            error=shared, rank=failed_rank, name=name, message=message, traceback=trace
+        )
+
+
+def error_name(error: BaseException) -> str:
+    """The name under which `error` travels: a subclass of a known class goes by that class's name."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in CONFIG_ERRORS or kind is JobCancelled:
+            return kind.__name__
+    return type(error).__name__
+
+
+def _finish(work: dist.Work | None, timeout_s: float | None) -> None:
+    assert work is not None, "every rank of the group votes"
+    if timeout_s is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=timeout_s))
+
+
+def _pack_report(error: Exception) -> bytes:
+    trace = "".join(traceback.format_exception(error))
+    parts = (
+        error_name(error).encode()[:_NAME_BYTES],
+        str(error).encode()[:_MESSAGE_BYTES],
+        trace.encode()[-_TRACEBACK_BYTES:],  # its end says most
+    )
+    return _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
+
+
+def _unpack_report(report: bytes) -> tuple[str, str, str]:
+    end = _LENGTHS.size
+    texts = []
+    for length in _LENGTHS.unpack_from(report):
+        texts.append(report[end : end + length].decode(errors="ignore"))
+        end += length
+    name, message, trace = texts
+    return name, message, trace

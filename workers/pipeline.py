@@ -1,0 +1,223 @@
+"""A job from request to result, on one rank.
+
+The transformer is cut over all ranks by the plane's mesh. The VAE runs whole on rank 0; the other ranks follow it
+from vote to vote.
+
+Order inside a job: have the model, prepare alone, vote, run together. Whatever can fail on one rank only happens
+before a vote, so that no rank waits in a collective for one that is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
+from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest, JobRequest, ModelSpec, SampleRequest, VAESpec
+from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.validate import validate_model
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
+
+from .checkpoint.load import build_model, load_weights, shard_bytes
+from .checkpoint.memory import free_memory, validate_memory
+from .checkpoint.vae import load_vae
+from .loop import Job, JobStats, Runner
+from .model.wan import WanModel
+from .parallel.collectives import Ledger
+from .parallel.compile import compile_blocks
+from .parallel.context import apply_context_parallel
+from .parallel.groups import MeshGroups, build_groups
+from .sampling.run import prepare_sample, run_sample
+from .vae.run import decode_chunks_into, encode_frames
+from .vae.wan22 import WanVAE
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Runner:
+    """The runner of one rank. Collectives: the mesh's groups are created here, by all ranks."""
+    return PlaneRunner(groups=build_groups(degrees, rank, Ledger()), device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    spec: ModelSpec
+    model: WanModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedVAE:
+    spec: VAESpec
+    vae: WanVAE
+
+
+class PlaneRunner:
+    """Runs requests on this rank's part of the plane, and keeps one transformer and one VAE between them."""
+
+    def __init__(self, *, groups: MeshGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._device = device
+        self._model: LoadedModel | None = None
+        self._vae: LoadedVAE | None = None
+        self._bytes_read = 0
+
+    def run(self, request: JobRequest, job: Job) -> JobStats:
+        self._bytes_read = 0
+        self._groups.ledger.clear()
+        with torch.inference_mode():
+            match request:
+                case SampleRequest():
+                    self._sample(request, job)
+                case DecodeRequest():
+                    self._decode(request, job)
+                case EncodeRequest():
+                    self._encode(request, job)
+        return JobStats(bytes_read=self._bytes_read, ledger=self._groups.ledger.lines())
+
+    def unload(self) -> None:
+        self._model = self._vae = None
+        self._release_memory()
+
+    def _sample(self, request: SampleRequest, job: Job) -> None:
+        model = self._have_model(request.model, job)
+        run = together(
+            job,
+            lambda: prepare_sample(request, model, tensor=job.tensor, groups=self._groups, device=self._device),
+        )
+        apply_context_parallel(model, self._groups.ulysses, run.shard)
+        steps = len(request.timesteps)
+
+        def before_step(index: int) -> None:
+            if index:
+                job.report("sample", index, steps)
+            stop_if_asked(job)
+
+        latent = run_sample(run, request, model, groups=self._groups, before_step=before_step)
+
+        def write_result() -> None:
+            if not bool(torch.isfinite(latent).all()):
+                raise ConfigError(
+                    "the model produced NaN or infinite values; use the dtype bfloat16 or float32, "
+                    "or check that the checkpoint is whole"
+                )
+            if self._groups.rank == 0:
+                job.tensor(request.result).copy_(latent)
+
+        together(job, write_result)
+        job.report("sample", steps, steps)
+
+    def _decode(self, request: DecodeRequest, job: Job) -> None:
+        vae = self._have_vae(request.vae, job)
+        latent, result = job.tensor(request.latent), job.tensor(request.result)
+        total = latent.shape[0] * latent.shape[2]
+        chunks = decode_chunks_into(vae, latent, result, device=self._device) if vae is not None else None
+        for index in range(total):
+            job.report("decode", index, total)
+            stop_if_asked(job)
+            together(job, lambda: next(chunks) if chunks is not None else None)
+        job.report("decode", total, total)
+
+    def _encode(self, request: EncodeRequest, job: Job) -> None:
+        vae = self._have_vae(request.vae, job)
+        stop_if_asked(job)
+
+        def encode() -> None:
+            if vae is not None:
+                latent = encode_frames(vae, job.tensor(request.frames), device=self._device)
+                job.tensor(request.result).copy_(latent)
+
+        together(job, encode)
+
+    def _have_model(self, spec: ModelSpec, job: Job) -> WanModel:
+        """The transformer `spec` names, loaded if it is not the one at hand."""
+        if self._model is not None and self._model.spec == spec:
+            return self._model.model
+        file = together(job, lambda: self._recognise(spec))
+        # The old model goes first: two do not fit where one was sized to.
+        self._model = None
+        self._release_memory()
+        tp, dtype = self._groups.tp, DTYPES[spec.dtype]
+
+        def allocate() -> WanModel:
+            validate_memory(
+                file.shape,
+                self._groups.degrees,
+                shard_bytes=shard_bytes(file.shape, tp=tp, dtype=dtype),
+                bytes_per_parameter=dtype.itemsize,
+                device=self._device,
+                free_bytes=free_memory(self._device),
+            )
+            return build_model(file.shape, tp=tp, dtype=dtype, device=self._device)
+
+        model = together(job, allocate)
+
+        def report(done: int, total: int) -> None:
+            job.report("load", done, total)
+            if job.cancel_requested():
+                raise JobCancelled("the job was stopped while the model was loading")
+
+        def load() -> int:
+            return load_weights(model, file, tp=tp, report=report)
+
+        self._bytes_read += together(job, load)
+        if spec.compile:
+            compile_blocks(model)
+        self._model = LoadedModel(spec=spec, model=model)
+        return model
+
+    def _recognise(self, spec: ModelSpec) -> WanFile:
+        if spec.dtype not in DTYPES:
+            raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(DTYPES)}")
+        file = read_wan_file(read_model_file(spec.path))
+        validate_model(self._groups.degrees, file.shape)
+        return file
+
+    def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE | None:
+        """The VAE on rank 0, None elsewhere."""
+        if self._vae is None or self._vae.spec != spec:
+            self._vae = None
+            self._release_memory()
+
+            def load() -> WanVAE | None:
+                if self._groups.rank != 0:
+                    return None
+                vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
+                self._bytes_read += bytes_read
+                self._vae = LoadedVAE(spec=spec, vae=vae)
+                return vae
+
+            return together(job, load)
+        return self._vae.vae
+
+    def _release_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def together(job: Job, phase: Callable[[], T]) -> T:
+    """Run a local phase, then vote: it returns on every rank or raises the same error on every rank.
+
+    Collectives: one vote. A ConfigError on any rank is an answer, and the group lives on.
+    """
+    error: Exception | None = None
+    try:
+        result = phase()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it before they go on
+        error = caught
+    job.agree(error)
+    return result
+
+
+def stop_if_asked(job: Job) -> None:
+    """Raise JobCancelled on every rank once any rank has been told to stop. Collectives: one vote."""
+    if job.agree_stop():
+        raise JobCancelled("the job was stopped on request")

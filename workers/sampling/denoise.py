@@ -1,0 +1,127 @@
+"""The denoise loop of one rank. It stays sharded from the first step to the last.
+
+Every rank keeps its token shard of x, of the model's outputs and of the solver's state in float32; per step only the
+two guidance planes exchange their shards. The given frames of an image-to-video run are blended in before each
+forward and after each step. Guidance is combined on all ranks alike, so their solver states stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ConfigError
+from workers.model.wan import TextKeysValues, TokenRun, WanModel
+from workers.parallel.collectives import AxisGroup
+
+from .solvers import Solver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditioning:
+    """What every forward of one job shares on this rank, besides x and the timestep.
+
+    row_factors [B, R] scale the timestep of each timestep row. `branches` holds the prompt's text keys and values,
+    then the negative prompt's where this rank computes both.
+    """
+
+    rope: Tensor
+    runs: tuple[TokenRun, ...]
+    row_factors: Tensor
+    branches: tuple[tuple[TextKeysValues, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTokens:
+    """Tokens to keep: `clean` counts where `mask` is 0. Both [B, L, P] float32 shards."""
+
+    clean: Tensor
+    mask: Tensor
+
+    def blend(self, x: Tensor) -> Tensor:
+        return torch.lerp(self.clean, x, self.mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guidance:
+    """Classifier-free guidance: uncond + scale * (cond - uncond).
+
+    `planes` is the cfg axis: at size 2 its rank 0 computes the prompt, rank 1 the negative prompt.
+    """
+
+    scale: float
+    planes: AxisGroup
+
+
+def denoise(
+    model: WanModel,
+    x: Tensor,
+    *,
+    conditioning: Conditioning,
+    sigmas: tuple[float, ...],
+    timesteps: tuple[float, ...],
+    solver: Solver,
+    guidance: Guidance | None,
+    kept: KeptTokens | None,
+    before_step: Callable[[int], None],
+) -> Tensor:
+    """Carry the token shard x [B, L, P] float32 from sigmas[0] to sigmas[-1].
+
+    before_step(index) is called before each step; what it raises ends the run.
+    Collectives: with a guidance mesh of 2, one all-gather of [B, L, P] float32 on cfg per step, and the model's own.
+    """
+    for index, timestep in enumerate(timesteps):
+        before_step(index)
+        model_x = x if kept is None else kept.blend(x)
+        velocity = guided_velocity(model, model_x, timestep, conditioning, guidance)
+        denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
+        if kept is not None:
+            denoised = kept.blend(denoised)
+        x = solver.step(index, x, denoised)
+    return x
+
+
+def guided_velocity(
+    model: WanModel, x: Tensor, timestep: float, conditioning: Conditioning, guidance: Guidance | None
+) -> Tensor:
+    """Velocity of the token shard x, [B, L, P] float32; equal on both guidance planes."""
+    predictions = [
+        model(
+            x,
+            timesteps_BR=conditioning.row_factors * timestep,
+            runs=conditioning.runs,
+            rope=conditioning.rope,
+            text=branch,
+        )
+        for branch in conditioning.branches
+    ]
+    if guidance is None:
+        return predictions[0]
+    if guidance.planes.size == 2:
+        cond, uncond = guidance.planes.all_gather(predictions[0])
+    else:
+        cond, uncond = predictions
+    return torch.add(uncond, cond - uncond, alpha=guidance.scale)
+
+
+def frame_rows(frame_mask: Tensor | None, *, batch: int, frames: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Distinct timestep factors [B, R] float32 and the row of each frame.
+
+    frame_mask [B, T]: 1 where a frame is generated, 0 where it is given, between where it is partly given.
+    """
+    if frame_mask is None:
+        return torch.ones(batch, 1), (0,) * frames
+    factors, rows = torch.unique(frame_mask, dim=1, return_inverse=True)
+    return factors, tuple(rows.tolist())
+
+
+def validate_text(context: Tensor, *, text_dim: int, batch: int, label: str) -> None:
+    """Refuse a prompt embedding that does not fit the model or the batch."""
+    if context.dim() != 3 or context.shape[-1] != text_dim or context.shape[0] not in (1, batch):
+        raise ConfigError(
+            f"the {label} conditioning has shape {list(context.shape)}; this model needs [1, tokens, {text_dim}]: "
+            "encode the prompt with the umT5 text encoder of Wan (CLIPLoader type wan)"
+        )

@@ -1,0 +1,150 @@
+"""Prepare this rank's part of a sampling job: everything that is local, before the ranks run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
+from comfy_wan_dist.mesh.shape import LatentGrid
+from comfy_wan_dist.mesh.shards import ShardRange, shard_range
+from comfy_wan_dist.mesh.validate import validate_grid
+from workers.model.rope import rope_table
+from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
+from workers.model.wan import TokenRun, WanModel
+from workers.parallel.groups import MeshGroups
+
+from .denoise import Conditioning, Guidance, KeptTokens, denoise, frame_rows, validate_text
+from .solvers import Solver, build_solver, effective_sigmas
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRun:
+    """A sampling job cut for this rank. x, kept and the solver's noise are token shards in float32."""
+
+    grid: LatentGrid
+    shard: ShardRange
+    x: Tensor
+    kept: KeptTokens | None
+    solver: Solver
+    row_factors: Tensor
+    runs: tuple[TokenRun, ...]
+    rope: Tensor
+    contexts: tuple[Tensor, ...]
+    guidance: Guidance | None
+    final_scale: float
+
+
+def prepare_sample(
+    request: SampleRequest,
+    model: WanModel,
+    *,
+    tensor: Callable[[TensorRef], Tensor],
+    groups: MeshGroups,
+    device: torch.device,
+) -> SampleRun:
+    """Validate the request and cut its tensors for this rank. No collectives. Raises ConfigError, MeshError."""
+    noisy = tensor(request.noisy)
+    validate_latent(noisy, channels=model.shape.in_dim)
+    validate_steps(request)
+    batch, grid = noisy.shape[0], grid_of(noisy)
+    validate_grid(groups.degrees, grid)
+    shard = shard_range(grid.tokens, parts=groups.ulysses.size, rank=groups.ulysses.rank)
+
+    def shard_tokens(latent: Tensor) -> Tensor:
+        return patchify(latent.expand_as(noisy))[:, shard.start : shard.stop].to(device, copy=True)
+
+    def step_noise(index: int) -> Tensor:
+        assert request.step_noise is not None
+        return shard_tokens(tensor(request.step_noise)[index])
+
+    contexts = [("positive", tensor(request.cond))]
+    if request.uncond is not None:
+        contexts.append(("negative", tensor(request.uncond)))
+    for label, context in contexts:
+        validate_text(context, text_dim=model.shape.text_dim, batch=batch, label=label)
+    guidance = None
+    if request.uncond is not None:
+        guidance = Guidance(scale=request.guidance, planes=groups.cfg)
+        if groups.cfg.size == 2:
+            contexts = [contexts[groups.cfg.rank]]
+
+    frame_mask = tensor(request.frame_mask) if request.frame_mask is not None else None
+    row_factors, rows = frame_rows(frame_mask, batch=batch, frames=grid.frames)
+    kept = None
+    if request.mask is not None and request.clean is not None:
+        kept = KeptTokens(clean=shard_tokens(tensor(request.clean)), mask=shard_tokens(tensor(request.mask)))
+    return SampleRun(
+        grid=grid,
+        shard=shard,
+        x=shard_tokens(noisy),
+        kept=kept,
+        solver=build_solver(
+            request.solver,
+            sigmas=request.sigmas,
+            step_noise=step_noise if request.step_noise is not None else None,
+        ),
+        row_factors=row_factors.to(device),
+        runs=token_runs(rows, grid, shard.start, shard.stop),
+        rope=rope_table(grid, shard.start, shard.stop, device=device),
+        contexts=tuple(context.to(device, copy=True) for _, context in contexts),
+        guidance=guidance,
+        final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
+    )
+
+
+def run_sample(
+    run: SampleRun,
+    request: SampleRequest,
+    model: WanModel,
+    *,
+    groups: MeshGroups,
+    before_step: Callable[[int], None],
+) -> Tensor:
+    """Denoise together with the other ranks; returns the whole latent [B, C, T, h, w] float32 on every rank."""
+    conditioning = Conditioning(
+        rope=run.rope,
+        runs=run.runs,
+        row_factors=run.row_factors,
+        branches=tuple(model.encode_text(context) for context in run.contexts),
+    )
+    x = denoise(
+        model,
+        run.x,
+        conditioning=conditioning,
+        sigmas=request.sigmas,
+        timesteps=request.timesteps,
+        solver=run.solver,
+        guidance=run.guidance,
+        kept=run.kept,
+        before_step=before_step,
+    )
+    tokens = groups.ulysses.gather_uneven(x.transpose(0, 1), run.shard.sizes).transpose(0, 1)
+    return unpatchify(tokens, run.grid) * run.final_scale
+
+
+def validate_latent(latent: Tensor, *, channels: int) -> None:
+    """Refuse a latent that this model cannot denoise."""
+    if latent.dim() != 5 or latent.shape[1] != channels:
+        raise ConfigError(
+            f"the latent has shape {list(latent.shape)}; this model needs [batch, {channels}, frames, height/16, "
+            "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        )
+    if latent.shape[3] % 2 or latent.shape[4] % 2 or 0 in latent.shape:
+        raise ConfigError(
+            f"the latent is {latent.shape[4]} wide and {latent.shape[3]} high; both must be even and above 0: "
+            "choose a video width and height that are multiples of 32"
+        )
+
+
+def validate_steps(request: SampleRequest) -> None:
+    """Refuse timesteps that do not go with the sigmas."""
+    if len(request.timesteps) != len(request.sigmas) - 1:
+        raise ConfigError(
+            f"{len(request.timesteps)} timesteps were given for {len(request.sigmas)} sigmas; "
+            "there must be one timestep for each sigma but the last"
+        )
