@@ -1,11 +1,13 @@
-"""Sampling on a mesh through the product's own pipeline, without ComfyUI and sockets: what parity is measured on.
+"""Sampling on a mesh through the product's own code, without ComfyUI and sockets: what parity is measured on.
 
-Tensors go in and come out in ordinary memory; everything between is what a rank of a worker group runs.
+Functions named `*_rank` run in a `RankPool`. Tensors go in and come out in ordinary memory; everything between is
+what a rank of a worker group runs. `CASES` x `MESHES` is the matrix of the parity table: token counts that do not
+divide, shards that begin inside a frame, given first frames, partly given frames, and batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,41 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import read_wan_file
+from workers.checkpoint.load import build_model, load_weights
+from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.collectives import Ledger
-from workers.parallel.groups import MeshGroups, build_groups
+from workers.parallel.compile import compile_blocks
+from workers.parallel.context import apply_context_parallel
+from workers.parallel.groups import build_groups
 from workers.pipeline import PlaneRunner
+from workers.sampling.denoise import Conditioning, guided_velocity
+from workers.sampling.run import prepare_sample
+
+MESHES = (
+    "single",
+    "cfg2",
+    "ulysses2",
+    "ulysses4",
+    "tp2",
+    "tp4",
+    "ulysses2-tp2",
+    "cfg2-ulysses2-tp2",
+)
+SOLVERS = ("euler", "uni_pc")
+SIGMAS = (1.0, 0.9375, 0.8333, 0.625, 0.0)
+"""Four steps at shift 5; ComfyUI's `simple` gives nearly these."""
+GUIDANCE = 5.0
+TEXT_TOKENS = 24
+
+FORWARD_LIMIT = 1e-5
+RUN_LIMIT = 1e-4
+"""Allowed error in float32 against one process, as a part of the largest value."""
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +78,58 @@ class Schedule:
         return tuple(1000 * sigma for sigma in self.sigmas[:-1])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A latent [batch, C, frames, height, width], and how much of each frame is generated.
+
+    frame_mask: for each sample of the batch one factor per frame, or None for text-to-video.
+    """
+
+    name: str
+    frames: int
+    height: int
+    width: int
+    batch: int = 1
+    frame_mask: tuple[tuple[float, ...], ...] | None = None
+
+    def inputs(self, shape: WanShape) -> Inputs:
+        """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns."""
+        generator = torch.Generator().manual_seed(17)
+        size = (self.batch, shape.in_dim, self.frames, self.height, self.width)
+        noisy, clean = (torch.randn(size, generator=generator) for _ in range(2))
+        text = (1, TEXT_TOKENS, shape.text_dim)
+        cond, uncond = (torch.randn(text, generator=generator) for _ in range(2))
+        if self.frame_mask is None:
+            return Inputs(noisy=noisy, cond=cond, uncond=uncond)
+        mask = torch.zeros(self.batch, 1, *size[2:])
+        for sample, factors in enumerate(self.frame_mask):
+            for frame, factor in enumerate(factors):
+                mask[sample, :, frame, :, : round(factor * self.width)] = 1
+        return Inputs(
+            noisy=noisy, cond=cond, uncond=uncond, clean=clean, mask=mask, frame_mask=mask.mean((1, 3, 4))
+        )
+
+
+CASES = (
+    Case(name="text-to-video", frames=3, height=4, width=6),
+    Case(name="image-to-video", frames=3, height=4, width=6, frame_mask=((0, 1, 1),)),
+    # 27 tokens, 9 per frame: no degree but 3 divides them, and every shard border lies inside a frame.
+    Case(name="image-to-video, 27 tokens", frames=3, height=6, width=6, frame_mask=((0, 1, 1),)),
+    Case(
+        name="image-to-video, batch 2",
+        frames=3,
+        height=4,
+        width=6,
+        batch=2,
+        frame_mask=((0, 1, 1), (0, 0.5, 1)),
+    ),
+)
+
+
 class LocalJob:
     """The job interface of the pipeline over ordinary tensors."""
 
-    def __init__(self, tensors: list[Tensor], agreement: Agreement) -> None:
+    def __init__(self, tensors: Sequence[Tensor], agreement: Agreement) -> None:
         self._tensors = tensors
         self._agreement = agreement
         self.reports: list[tuple[str, int, int]] = []
@@ -66,7 +147,7 @@ class LocalJob:
         self._agreement.agree(error)
 
     def agree_stop(self) -> bool:
-        return self._agreement.agree_stop(False)
+        return self._agreement.agree_stop(self.cancel_requested())
 
 
 def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> ModelSpec:
@@ -80,18 +161,13 @@ def build_request(spec: ModelSpec, inputs: Inputs, schedule: Schedule) -> tuple[
     """The request and the tensors that its refs name; the last one is the result."""
     tensors: list[Tensor] = []
 
-    def ref(tensor: Tensor | None) -> TensorRef | None:
-        if tensor is None:
-            return None
+    def required(tensor: Tensor) -> TensorRef:
         tensors.append(tensor)
         return TensorRef(buffer=len(tensors) - 1, offset=0, dtype="float32", shape=tuple(tensor.shape))
 
-    noisy, cond = ref(inputs.noisy), ref(inputs.cond)
-    assert noisy is not None
-    assert cond is not None
-    refs = [ref(t) for t in (inputs.uncond, inputs.clean, inputs.mask, inputs.frame_mask, inputs.step_noise)]
-    result = ref(torch.zeros_like(inputs.noisy))
-    assert result is not None
+    def optional(tensor: Tensor | None) -> TensorRef | None:
+        return None if tensor is None else required(tensor)
+
     request = SampleRequest(
         id="local",
         model=spec,
@@ -99,36 +175,115 @@ def build_request(spec: ModelSpec, inputs: Inputs, schedule: Schedule) -> tuple[
         sigmas=schedule.sigmas,
         timesteps=schedule.timesteps,
         guidance=schedule.guidance,
-        noisy=noisy,
-        cond=cond,
-        uncond=refs[0],
-        clean=refs[1],
-        mask=refs[2],
-        frame_mask=refs[3],
-        step_noise=refs[4],
-        result=result,
+        noisy=required(inputs.noisy),
+        cond=required(inputs.cond),
+        uncond=optional(inputs.uncond),
+        clean=optional(inputs.clean),
+        mask=optional(inputs.mask),
+        frame_mask=optional(inputs.frame_mask),
+        step_noise=optional(inputs.step_noise),
+        result=required(torch.zeros_like(inputs.noisy)),
     )
     return request, tensors
 
 
+def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
+    """The runner of one rank and its votes."""
+    degrees = mesh_degrees(mesh)
+    groups = build_groups(degrees, rank, Ledger())
+    votes = dist.new_group() if degrees.plane_size > 1 else None
+    return PlaneRunner(groups=groups, device=CPU), Agreement(rank=rank, size=degrees.plane_size, group=votes)
+
+
+def mesh_degrees(mesh: str) -> MeshDegrees:
+    degrees = parse_mesh(mesh)
+    assert degrees is not None, "auto is no mesh to run on"
+    return degrees
+
+
 def sample_rank(
-    rank: int,
-    mesh: str,
-    spec: ModelSpec,
-    inputs: Inputs,
-    schedule: Schedule,
-    sabotage: Callable[[MeshGroups, PlaneRunner], None] | None = None,
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
 ) -> tuple[Tensor, tuple[LedgerLine, ...], int]:
     """One rank's run: result (rank 0's is filled), ledger, bytes read."""
-    degrees = parse_mesh(mesh)
-    assert isinstance(degrees, MeshDegrees)
-    groups = build_groups(degrees, rank, Ledger())
-    runner = PlaneRunner(groups=groups, device=torch.device("cpu"))
-    if sabotage is not None:
-        sabotage(groups, runner)
-    votes = dist.new_group() if degrees.plane_size > 1 else None
-    job = LocalJob([], Agreement(rank=rank, size=degrees.plane_size, group=votes))
+    runner, agreement = build_local_runner(rank, mesh)
     request, tensors = build_request(spec, inputs, schedule)
-    job._tensors = tensors
-    stats = runner.run(request, job)  # type: ignore[arg-type]
+    stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
     return tensors[-1], stats.ledger, stats.bytes_read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRun:
+    """One forward of one rank.
+
+    velocity: [B, C, T, h, w], guided, whole on every rank. text_ledger: what encoding the prompts sent; ledger: what
+    the forward sent, guidance included and the gather of the result not. residuals: each block's output shard, unless blocks are compiled.
+    """
+
+    velocity: Tensor
+    text_ledger: tuple[LedgerLine, ...]
+    ledger: tuple[LedgerLine, ...]
+    residuals: tuple[Tensor, ...]
+
+
+def forward_rank(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, compile_backend: str | None = None
+) -> ForwardRun:
+    """Predict the velocity at sigma 0.7 once, from the file to the whole latent."""
+    groups = build_groups(mesh_degrees(mesh), rank, Ledger())
+    file = read_wan_file(read_model_file(spec.path))
+    model = build_model(file.shape, tp=groups.tp, dtype=torch.float32, device=CPU)
+    load_weights(model, file, tp=groups.tp, report=lambda done, total: None)
+    residuals: list[Tensor] = []
+    if compile_backend is not None:
+        compile_blocks(model, backend=compile_backend)
+    else:
+        for block in model.blocks.values():
+            block.register_forward_hook(lambda _module, _inputs, output: residuals.append(output))
+    schedule = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
+    request, tensors = build_request(spec, inputs, schedule)
+    with torch.inference_mode():
+        run = prepare_sample(request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU)
+        apply_context_parallel(model, groups.ulysses, run.shard)
+        conditioning = Conditioning(
+            rope=run.rope,
+            runs=run.runs,
+            row_factors=run.row_factors,
+            branches=tuple(model.encode_text(context) for context in run.contexts),
+        )
+        text_ledger = groups.ledger.lines()
+        groups.ledger.clear()
+        x = run.x if run.kept is None else run.kept.blend(run.x)
+        velocity = guided_velocity(model, x, schedule.timesteps[0], conditioning, run.guidance)
+        ledger = groups.ledger.lines()
+        tokens = groups.ulysses.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(0, 1)
+    return ForwardRun(
+        velocity=unpatchify(tokens, run.grid).contiguous(),
+        text_ledger=text_ledger,
+        ledger=ledger,
+        residuals=tuple(residuals),
+    )
+
+
+def matrix_rank(
+    rank: int, mesh: str, spec: ModelSpec, cases: tuple[Case, ...], solvers: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Rank 0: every case's forward, and its 4-step run with every solver, by the name of the table's row."""
+    shape = read_wan_file(read_model_file(spec.path)).shape
+    runner, agreement = build_local_runner(rank, mesh)
+    results: dict[str, Tensor] = {}
+    for case in cases:
+        inputs = case.inputs(shape)
+        results[f"{case.name}, one forward"] = forward_rank(rank, mesh, spec, inputs).velocity
+        for solver in solvers:
+            schedule = Schedule(solver=solver, sigmas=SIGMAS, guidance=GUIDANCE)
+            request, tensors = build_request(spec, inputs, schedule)
+            runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+            results[f"{case.name}, {solver}, {len(SIGMAS) - 1} steps"] = tensors[-1]
+    return results if rank == 0 else {}
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference as a part of the largest expected value; infinite for NaN or another shape."""
+    if actual.shape != expected.shape or not bool(torch.isfinite(actual).all()):
+        return float("inf")
+    return float((actual.double() - expected.double()).abs().max() / expected.abs().max())

@@ -35,7 +35,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", "devtools.rank_pool"])
+        self._context.set_forkserver_preload(["torch.distributed", "devtools.rank_pool", "devtools.mesh_runs"])
         self._ranks: list[_Rank] = []
 
     def __enter__(self) -> RankPool:

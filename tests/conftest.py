@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from devtools.comfy_server import PACK_FOLDER, ComfyServer, find_comfyui
+from devtools.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +47,13 @@ def pytest_runtest_makereport(
     if report.failed and isinstance(server, ComfyServer):
         report.sections.append(("ComfyUI log", server.log[-4000:]))
     return report
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Processes that act as ranks, started on first use and shared by all tests."""
+    with RankPool() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

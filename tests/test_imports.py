@@ -27,9 +27,13 @@ RANK = {
     "mesh": 1,
     "model_file": 2,
     "group": 3,
-    "schedules": 4,
+    "handle": 3,
+    "schedules": 3,
+    "conditioning_file": 3,
     "comfy_adapter": 4,
-    "nodes": 5,
+    "session": 5,
+    "nodes": 6,
+    "extension": 7,
 }
 SHARED_WITH_WORKERS = {"ipc", "mesh", "model_file"}
 # ComfyUI's own top-level modules, but for comfy_api, which is made for packs.
@@ -44,7 +48,9 @@ COMFYUI = {
     "nodes",
     "server",
 }
-USES_COMFYUI = {"comfy_adapter", "nodes"}
+USES_COMFY_API = {"comfy_adapter", "nodes", "extension"}
+# Not importable without a ComfyUI; extension is, as it imports the nodes only when asked for them.
+NEEDS_COMFYUI = {"comfy_adapter", "session", "nodes"}
 PLAIN_MODULES = ("workers.model", "workers.vae")
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 PICKLING_CALLS = {"torch.load", "torch.save"}
@@ -128,8 +134,8 @@ def _imports_against_order(module: Module) -> Iterator[str]:
                 yield f"imports {item.name}"
         if item.is_in(*COMFYUI) and module.name != f"{PACK}.comfy_adapter":
             yield f"imports ComfyUI's {item.name}, which only comfy_adapter may"
-        if item.is_in("comfy_api") and not (is_in_pack and module.part in USES_COMFYUI):
-            yield f"imports {item.name}, which only nodes and comfy_adapter may"
+        if item.is_in("comfy_api") and not (is_in_pack and module.part in USES_COMFY_API):
+            yield f"imports {item.name}, which only {sorted(USES_COMFY_API)} may"
     if is_in_pack or f"{module.name}.".startswith(tuple(f"{name}." for name in PLAIN_MODULES)):
         names = {item.name for item in module.imports()} | set(module.attributes())
         if any(f"{name}.".startswith("torch.distributed.") for name in names):
@@ -295,9 +301,15 @@ def test_importing_does_no_work() -> None:
     names = [
         module.name
         for module in modules_of(PACK, WORKERS)
-        if not (module.name.startswith(f"{PACK}.") and module.part in USES_COMFYUI)
+        if not (module.name.startswith(f"{PACK}.") and module.part in NEEDS_COMFYUI)
     ]
     assert watched_import(names, path=ROOT, after=THIRD_PARTIES) == []
+
+
+def test_importing_the_pack_by_any_folder_name_does_no_work(tmp_path: Path) -> None:
+    """As ComfyUI does: a package whose name is not ours, before any third party."""
+    (tmp_path / "some_folder").symlink_to(ROOT, target_is_directory=True)
+    assert watched_import(["some_folder"], path=tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Solvers: against ComfyUI's own functions and diffusers' UniPC, on an analytic denoiser.
 
 ComfyUI is imported only by a child process: this file run as a script, which writes ComfyUI's
-results to a file. Its tree is $COMFYUI_PATH or <repo>/.comfy/ComfyUI; without one, those tests
-are skipped.
+results to a file.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from workers.sampling.solvers import SOLVERS, build_solver, effective_sigmas
+from workers.sampling.solvers import SOLVERS, build_solver, effective_sigmas, phi
 
 REPO = Path(__file__).resolve().parent.parent
 SEED = 1234
@@ -107,6 +107,10 @@ def write_comfyui_results(path: Path) -> None:
     results = {}
     for dtype_name, dtype in DTYPES.items():
         torch.set_default_dtype(dtype)  # ComfyUI's UniPC makes some of its scalars in it
+        noise_sampler = sampling.default_noise_sampler(start_noise(dtype), seed=SEED)
+        results[f"noise-{dtype_name}"] = torch.stack(
+            [noise_sampler(None, None) for _ in range(max(LENGTHS))]
+        )
         for name, function in functions.items():
             for run, make_sigmas in RUNS.items():
                 for steps in LENGTHS:
@@ -125,12 +129,11 @@ def write_comfyui_results(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def comfyui_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    tree = Path(os.environ.get("COMFYUI_PATH", REPO / ".comfy" / "ComfyUI"))
-    if not (tree / "comfy" / "samplers.py").is_file():
-        pytest.skip(f"no ComfyUI at {tree}; set COMFYUI_PATH")
+def comfyui_results(
+    comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Tensor]:
     path = tmp_path_factory.mktemp("comfyui") / "results.safetensors"
-    search = [str(REPO), str(tree), str(REPO / "tests" / "comfy_stubs")]
+    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
     if "PYTHONPATH" in os.environ:
         search.append(os.environ["PYTHONPATH"])
     child = subprocess.run(
@@ -151,8 +154,8 @@ def comfyui_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tenso
 def test_solver_matches_comfyui_in_float32(
     comfyui_results: dict[str, Tensor], name: str, run: str, steps: int
 ) -> None:
-    dtype = torch.float32
-    actual = run_solver(name, RUNS[run](steps), start_noise(dtype), seeded_noise(dtype))
+    dtype, noise = torch.float32, comfyui_results["noise-float32"]
+    actual = run_solver(name, RUNS[run](steps), start_noise(dtype), noise.__getitem__)
     expected = comfyui_results[f"{name}-{run}-{steps}-float32"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
@@ -163,11 +166,11 @@ def test_solver_matches_comfyui_in_float32(
 def test_solver_matches_comfyui_in_float64(
     comfyui_results: dict[str, Tensor], name: str, run: str, steps: int
 ) -> None:
-    dtype = torch.float64
+    dtype, noise = torch.float64, comfyui_results["noise-float64"]
     sigmas = RUNS[run](steps)
     if name.startswith("uni_pc") and sigmas[-1] == 0:
         sigmas = (*sigmas[:-1], 0.001)  # where ComfyUI ends in float64; 2^-10 is a float32 matter
-    actual = run_solver(name, sigmas, start_noise(dtype), seeded_noise(dtype))
+    actual = run_solver(name, sigmas, start_noise(dtype), noise.__getitem__)
     expected = comfyui_results[f"{name}-{run}-{steps}-float64"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
@@ -214,21 +217,34 @@ def test_wan_unipc_matches_diffusers(
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def test_wan_unipc_starts_at_first_order_when_the_first_sigma_is_one() -> None:
-    sigmas = (1.0, 0.9, 0.7, 0.4, 0.0)
+def test_wan_unipc_is_of_first_order_while_a_sigma_of_one_would_count() -> None:
+    sigmas = (1.0, 0.9, 0.7, 0.4)
+
+    def gain(index: int) -> float:
+        """alpha * (1 - exp(-h)) of the step from sigmas[index]; exp(-h) is 0 at sigma 1."""
+        sigma, sigma_next = sigmas[index : index + 2]
+        return (1 - sigma_next) - (1 - sigma) / sigma * sigma_next
+
     solver = build_solver("wan_unipc", sigmas=sigmas, step_noise=None)
     x0 = start_noise(torch.float64)
-    m0, m1 = denoise(x0, 1.0), denoise(x0, 0.9)
-    # At sigma 1 exp(-h) is 0, which leaves 0.9 of the noise and 0.1 of the prediction.
+    m0 = denoise(x0, 1.0)
     x1 = solver.step(0, x0, m0)
-    torch.testing.assert_close(x1, 0.9 * x0 + 0.1 * m0, rtol=0, atol=1e-12)
-    corrected = 0.9 * x0 + 0.1 * m0 + 0.1 * 0.5 * (m1 - m0)
-    phi = math.expm1(math.log(0.1 / 0.9) - math.log(0.3 / 0.7))
+    torch.testing.assert_close(x1, 0.9 * x0 + gain(0) * m0, rtol=0, atol=1e-12)
+    m1 = denoise(x1, 0.9)
+    x1_corrected = x1 + gain(0) * 0.5 * (m1 - m0)
     x2 = solver.step(1, x1, m1)
-    torch.testing.assert_close(x2, 0.7 / 0.9 * corrected - 0.3 * phi * m1, rtol=0, atol=1e-12)
-    for index in (2, 3):
-        x2 = solver.step(index, x2, denoise(x2, sigmas[index]))
-        assert x2.isfinite().all()
+    torch.testing.assert_close(x2, 0.7 / 0.9 * x1_corrected + gain(1) * m1, rtol=0, atol=1e-12)
+    m2 = denoise(x2, 0.7)
+    x2_corrected = x2 + gain(1) * 0.5 * (m2 - m1)
+    x3 = solver.step(2, x2, m2)
+    torch.testing.assert_close(x3, 0.4 / 0.7 * x2_corrected + gain(2) * m2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("z", [-12.0, -3.0, -1.001, -0.999, -1e-2, -1e-6, -1e-12])
+def test_phi_keeps_its_digits_for_large_and_small_arguments(k: int, z: float) -> None:
+    exact = sum(Fraction(z) ** n / math.factorial(n + k) for n in range(80))
+    assert phi(k, z) == pytest.approx(float(exact), rel=1e-13)
 
 
 # ------------------------------------------------------------------------------- all solvers

@@ -1,10 +1,13 @@
 """A rank's life after start-up: take a request, run it, answer it, until told to stop.
 
-The main thread runs one job at a time; inbox.py holds the other thread, which reads the socket meanwhile.
+The main thread runs one job at a time; inbox.py holds the other thread, which reads the socket
+meanwhile.
 
-What becomes of an error: one that all ranks share (voted on by `Job.agree`, or raised by the same check everywhere
-and confirmed by the vote at the job's end) is answered and the loop lives. Any other leaves the ranks in unknown
-places of the job: it is answered with `fatal`, and the process exits non-zero so that torchrun ends the peers.
+What becomes of an error: one that all ranks share (voted on by `Job.agree`, or raised by the same
+check everywhere and confirmed by the vote at the job's end) is answered and the loop lives. Any
+other leaves the ranks in unknown
+places of the job: it is answered with `fatal`, and the process exits non-zero so that torchrun ends
+the peers.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from comfy_wan_dist.ipc.shared import MapCache, SharedBuffer
 from workers.inbox import Inbox
 from workers.parallel.agreement import Agreement, error_name
 
-PROGRESS_INTERVAL_S = 0.1
 END_VOTE_TIMEOUT_S = 20.0
 SEND_TIMEOUT_S = 60.0
 MAP_CACHE_BYTES = 256 * 2**20
@@ -80,28 +82,21 @@ class Job:
         self._agreement = agreement
         self._is_cancelled = is_cancelled
         self._send_progress = send_progress
-        self._reported: tuple[str, float] = ("", 0.0)
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """The CPU tensor that `ref` names: a view on memory shared with ComfyUI, not a copy.
 
-        Only the request's result may be written to. Raises ProtocolError if the ref does not fit its buffer.
+        Only the request's result may be written to. Raises ProtocolError if the ref does not fit
+        its buffer.
         """
         if not 0 <= ref.buffer < len(self._buffers):
             raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(self._buffers)}")
         return self._buffers[ref.buffer].tensor(ref)
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """Tell the client how far the job is. Cheap: only rank 0 sends, at most ten a second per phase, but
-        always when `done` reaches `total`."""
-        if self._send_progress is None:
-            return
-        last_phase, last_time = self._reported
-        now = time.monotonic()
-        if done < total and phase == last_phase and now - last_time < PROGRESS_INTERVAL_S:
-            return
-        self._reported = (phase, now)
-        self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
+        """Tell the client how far the job is: one message per call, from rank 0 only."""
+        if self._send_progress is not None:
+            self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
 
     def cancel_requested(self) -> bool:
         """Whether this rank has been told to stop. The others may not know yet: never leave a collective on it."""

@@ -56,8 +56,10 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedVAE:
+    """Every rank knows which VAE the plane has; rank 0 has it."""
+
     spec: VAESpec
-    vae: WanVAE
+    vae: WanVAE | None
 
 
 class PlaneRunner:
@@ -183,19 +185,19 @@ class PlaneRunner:
 
     def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE | None:
         """The VAE on rank 0, None elsewhere."""
-        if self._vae is None or self._vae.spec != spec:
-            self._vae = None
-            self._release_memory()
+        if self._vae is not None and self._vae.spec == spec:
+            return self._vae.vae
+        self._vae = None
+        self._release_memory()
 
-            def load() -> WanVAE | None:
-                if self._groups.rank != 0:
-                    return None
-                vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
-                self._bytes_read += bytes_read
-                self._vae = LoadedVAE(spec=spec, vae=vae)
-                return vae
+        def load() -> WanVAE | None:
+            if self._groups.rank != 0:
+                return None
+            vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
+            self._bytes_read += bytes_read
+            return vae
 
-            return together(job, load)
+        self._vae = LoadedVAE(spec=spec, vae=together(job, load))
         return self._vae.vae
 
     def _release_memory(self) -> None:

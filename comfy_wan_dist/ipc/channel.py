@@ -1,10 +1,12 @@
 """Channels that carry messages and file descriptors between ComfyUI's process and one rank.
 
-    frame = u32 length, little-endian | JSON of one message (messages.py); descriptors ride on the first byte
+    frame = u32 length, little-endian | JSON of one message (messages.py); descriptors ride on the
+    first byte
 
-Covered: partial reads and writes, deadlines in both directions, a limit on frames, refusal of descriptors that do
-not belong, and no leaked descriptor on any path. Not covered: encryption, other machines, trust: who may connect is
-checked where connections are accepted (group/listener.py). Imports no torch: a rank says hello before it does.
+Covered: partial reads and writes, deadlines in both directions, a limit on frames, refusal of
+descriptors that do not belong, and no leaked descriptor on any path. Not covered: encryption, other
+machines, trust: who may connect is checked where connections are accepted (group/listener.py).
+Imports no torch: a rank says hello before it does.
 
 One thread may send while another receives; two senders (or receivers) at once need their own lock.
 """
@@ -53,15 +55,16 @@ class Channel(Protocol):
     def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
         """Send a message; `fds` stay the caller's.
 
-        Raises ChannelClosed, or TimeoutError if the other side does not read; the channel is of no use after either.
+        Raises ChannelClosed, or TimeoutError if the other side does not read; the channel is of no
+        use after either.
         """
         ...
 
     def receive(self, timeout_s: float | None) -> Received:
         """The next message; None waits for ever.
 
-        Raises TimeoutError (the channel stays usable), ChannelClosed at the end, or ProtocolError, after which
-        the channel is of no use.
+        Raises TimeoutError (the channel stays usable), ChannelClosed at the end, or ProtocolError,
+        after which the channel is of no use.
         """
         ...
 
@@ -79,6 +82,10 @@ class SocketChannel:
         # Of the frame being received; kept over a time-out.
         self._data = bytearray()
         self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        """To wait until a message may be there."""
+        return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
         body = encode(message)

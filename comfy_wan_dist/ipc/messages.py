@@ -247,7 +247,7 @@ def decode(data: bytes) -> Message:
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
     """Build an annotated type from JSON values; `where` names the field in errors."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(value, dict) or set(value) != set(hints):
             got = sorted(value) if isinstance(value, dict) else value

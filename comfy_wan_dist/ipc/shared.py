@@ -4,15 +4,17 @@
     BufferPool.take -> SharedBuffer (memfd, sealed) --- descriptor ---> MapCache.adopt -> SharedBuffer
       .tensor(ref)  = view on its mapping                                 .tensor(ref) = view on its own mapping
 
-A buffer has no name, so there is nothing to guess and nothing left behind after SIGKILL. It is sealed against
-shrinking and growing, so that no side can pull pages from under the other (SIGBUS).
+A buffer has no name, so there is nothing to guess and nothing left behind after SIGKILL. It is
+sealed against shrinking and growing, so that no side can pull pages from under the other (SIGBUS).
 
-Who frees: a mapping is never closed by hand, because a tensor over a closed mapping is a segmentation fault; it
-goes when its last view goes. The descriptor is closed by its owner: the pool here, `MapCache` after mapping there.
-A buffer whose tensors leave for ComfyUI, which caches them, goes back to the pool when its mapping dies.
+Who frees: a mapping is never closed by hand, because a tensor over a closed mapping is a
+segmentation fault; it goes when its last view goes. The descriptor is closed by its owner: the pool
+here, `MapCache` after mapping there. A buffer whose tensors leave for ComfyUI, which caches them,
+goes back to the pool when its mapping dies.
 
-Fresh pages are what costs: filling 21 MB takes 8.6 ms in a new buffer and 2.5 ms in a used one (measured on one
-core), hence the pool and the cache of mappings. Populating a mapping in advance gained nothing in the same test.
+Fresh pages are what costs: filling 21 MB takes 8.6 ms in a new buffer and 2.5 ms in a used one
+(measured on one core), hence the pool and the cache of mappings. Populating a mapping in advance
+gained nothing in the same test.
 
 Not covered: machines other than this one; pinned memory.
 """
@@ -73,7 +75,8 @@ class SharedBuffer:
         """The tensor that `ref` names, as a view on this buffer.
 
         Raises ProtocolError if the ref does not lie in the buffer: it came from another process.
-        Make views in the thread that uses them: those made in inference mode cannot be written outside it.
+        Make views in the thread that uses them: those made in inference mode cannot be written
+        outside it.
         """
         dtype = DTYPES.get(ref.dtype)
         if dtype is None:
@@ -113,7 +116,8 @@ def create_buffer(size: int) -> int:
 def map_buffer(fd: int) -> SharedBuffer:
     """Map a buffer whole. The descriptor stays the caller's.
 
-    Raises ProtocolError if it is not a memfd sealed against resizing: its pages could vanish while they are read.
+    Raises ProtocolError if it is not a memfd sealed against resizing: its pages could vanish while
+    they are read.
     """
     size = os.fstat(fd).st_size
     try:
@@ -133,9 +137,11 @@ class BufferPool:
     def __init__(self, *, max_idle_bytes: int = _DEFAULT_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
-        # Smallest first. With a mapping: pages and page tables are warm. Without: the last mapping died.
+        # Smallest first. With a mapping: pages and page tables are warm. Without: the last mapping
+        # died.
         self._idle: list[tuple[int, int, SharedBuffer | None]] = []
-        # Buffers whose mapping died; filled by the garbage collector at any moment, so without the lock.
+        # Buffers whose mapping died; filled by the garbage collector at any moment, so without the
+        # lock.
         self._returned: deque[tuple[int, int]] = deque()
         self._closed = False
 
@@ -153,13 +159,14 @@ class BufferPool:
         wanted = max(_SIZE_STEP, -(-size // _SIZE_STEP) * _SIZE_STEP)
         with self._lock:
             self._collect_returned()
-            for index, (have, fd, buffer) in enumerate(self._idle):
-                # Not one far too large: it would be mapped whole, and missed by the tensors it suits.
-                if wanted <= have <= 2 * wanted:
-                    del self._idle[index]
-                    break
-            else:
-                fd, buffer = create_buffer(wanted), None
+            # Not one far too large: it would be missed by the tensors that it suits.
+            fitting = (
+                i for i, (have, _, _) in enumerate(self._idle) if wanted <= have <= 2 * wanted
+            )
+            index = next(fitting, None)
+            fd, buffer = (
+                (create_buffer(wanted), None) if index is None else self._idle.pop(index)[1:]
+            )
         try:
             return fd, buffer if buffer is not None else map_buffer(fd)
         except BaseException:
@@ -223,8 +230,9 @@ def _return_buffer(pool_ref: weakref.ref[BufferPool], size: int, fd: int) -> Non
 class Parcel:
     """The tensors of one job on the client's side: packs inputs, makes room for results, lends descriptors.
 
-    Use it as a context manager, and leave it only when no rank works on the job any more: `WorkerGroup.run`
-    guarantees that when it returns or raises. Tensors from `tensor(result)` outlive it.
+    Use it as a context manager, and leave it only when no rank works on the job any more:
+    `WorkerGroup.run` guarantees that when it returns or raises. Tensors from `tensor(result)`
+    outlive it.
 
         with group.parcel() as parcel:
             noisy, cond = parcel.pack([noisy_tensor, cond_tensor])
@@ -296,7 +304,8 @@ class Parcel:
 class MapCache:
     """Mappings of received buffers, kept while a client that reuses its buffers sends them again.
 
-    Used by one thread. Holding a mapping keeps its buffer alive, so its inode number names it without doubt.
+    Used by one thread. Holding a mapping keeps its buffer alive, so its inode number names it
+    without doubt.
     """
 
     def __init__(self, *, max_bytes: int) -> None:

@@ -49,7 +49,7 @@ def load_weights(
 ) -> int:
     """Stream the file's weights into `model`; returns the bytes asked of the file.
 
-    report(done, total) is called after every tensor, in bytes. Raises ModelFileError.
+    report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
     """
     parameters = dict(model.named_parameters())
     # File order: one forward pass over the disk.
@@ -61,6 +61,8 @@ def load_weights(
             entry = file.entries[name]
             part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
             reader.read_into(parameters[name], entry, part)
+            percent = 100 * done // total
             done += entry.stop - entry.start
-            report(done, total)
+            if 100 * done // total > percent:
+                report(done, total)
         return reader.bytes_read

@@ -1,9 +1,9 @@
 """One vote of all ranks, so that no rank enters a collective that another one will not reach.
 
-Covered: an error that only some ranks see, the decision to stop, and the end of a job. All three are the same
-collective (one all-reduce of four int64 on the CPU), so a rank that failed can join whatever vote its peers are at
-and be heard there. Not covered: a rank that is stuck or dead; the first needs the client's deadline, the second
-makes the vote raise.
+Covered: an error that only some ranks see, the decision to stop, and the end of a job. All three
+are the same collective (one all-reduce of four int64 on the CPU), so a rank that failed can join
+whatever vote its peers are at and be heard there. Not covered: a rank that is stuck or dead; the
+first needs the client's deadline, the second makes the vote raise.
 
 Only tensors of fixed size travel; nothing is pickled.
 """
@@ -52,8 +52,8 @@ class _Vote(IntEnum):
 class Agreement:
     """The votes of one rank. Every rank of the group must call them in the same order.
 
-    `group` is a gloo group over all ranks in the order of the world, or None at size 1, where every vote is
-    this rank's own.
+    `group` is a gloo group over all ranks in the order of the world, or None at size 1, where every
+    vote is this rank's own.
     """
 
     def __init__(self, *, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
@@ -74,9 +74,10 @@ class Agreement:
     def agree(self, error: Exception | None) -> None:
         """Tell the others how a local phase went, and hear how theirs did.
 
-        Returns if no rank failed. Otherwise raises the same class on every rank: a class of CONFIG_ERRORS,
-        JobCancelled, or RemoteError for anything else; an error goes before JobCancelled, then the lowest rank's
-        counts. Collectives: one all-reduce; after a failure one broadcast.
+        Returns if no rank failed. Otherwise raises the same class on every rank: a class of
+        CONFIG_ERRORS, JobCancelled, or RemoteError for anything else; an error goes before
+        JobCancelled, then the lowest rank's counts. Collectives: one all-reduce; after a failure
+        one broadcast.
         """
         self._vote(_Vote.ERROR, error, stop=False, timeout_s=None)
 
@@ -87,14 +88,16 @@ class Agreement:
     def agree_end(self, error: Exception | None, *, timeout_s: float | None) -> None:
         """`agree` at the end of a job, for ranks that finished and for ranks that raised without a vote.
 
-        Raises RuntimeError if a rank has not voted within `timeout_s` (None: the group's own limit).
+        Raises RuntimeError if a rank has not voted within `timeout_s` (None: the group's own
+        limit).
         """
         self._vote(_Vote.END, error, stop=False, timeout_s=timeout_s)
 
     def _vote(
         self, vote: _Vote, error: Exception | None, *, stop: bool, timeout_s: float | None
     ) -> bool:
-        # The smallest key names the rank whose error counts: real errors, then cancellations, then none.
+        # The smallest key names the rank whose error counts: real errors, then cancellations, then
+        # none.
         none = 2 * self._size
         key = none
         if error is not None:
@@ -124,7 +127,8 @@ class Agreement:
             dist.broadcast(report, src=failed_rank, group=self._group)
         name, message, trace = _unpack_report(bytes(report.tolist()))
         shared: Exception
-        if failed_rank == self._rank and isinstance(error, (*CONFIG_ERRORS.values(), JobCancelled)):
+        known = (*CONFIG_ERRORS.values(), JobCancelled)
+        if failed_rank == self._rank and error is not None and isinstance(error, known):
             shared = error
         elif name in CONFIG_ERRORS:
             shared = CONFIG_ERRORS[name](message)

@@ -10,8 +10,8 @@ Precision: weights are worked out in float64 when a solver is built; tensors are
 
 Sources: Zhao et al., "UniPC" (2023), equations of the data prediction form; ComfyUI 0.3.75,
 comfy/extra_samplers/uni_pc.py and comfy/k_diffusion/sampling.py; Wan2.2,
-wan/utils/fm_solvers_unipc.py. Behaviour only; the tests compare numbers with the first and with
-diffusers, whose UniPC is that of Wan2.2.
+wan/utils/fm_solvers_unipc.py. Behaviour only; the tests compare numbers with ComfyUI's functions
+and with diffusers' UniPC, which does what that of Wan2.2 does.
 
 The two UniPC kinds differ in more than their order:
 
@@ -241,7 +241,7 @@ def _comfy_unipc_rows(sigmas: tuple[float, ...], *, bh2: bool) -> tuple[_Row, ..
         sigmas=sigmas,
         lambdas=tuple(-math.log(sigma) for sigma in sigmas),
         alphas=(1.0,) * len(sigmas),
-        max_order=min(3, steps - 1),
+        max_order=3,
         bh2=bh2,
     )
 
@@ -330,7 +330,7 @@ class _Update:
     def moments(self, count: int) -> list[float]:
         """Return what sum(rho_k * node_k^j) must be for j = 0 ... count - 1."""
         z = -self.h
-        return [math.factorial(j + 1) * z * _phi(j + 2, z) / self.b_h for j in range(count)]
+        return [math.factorial(j + 1) * z * phi(j + 2, z) / self.b_h for j in range(count)]
 
 
 def _predictor_weights(update: _Update) -> tuple[float, ...]:
@@ -379,7 +379,7 @@ def _solve_moments(nodes: tuple[float, ...], update: _Update) -> list[float]:
     return [row[-1] for row in rows]
 
 
-def _phi(k: int, z: float) -> float:
+def phi(k: int, z: float) -> float:
     """Return phi_k(z) = sum over n of z^n / (n + k)!, for k >= 1.
 
     The same as phi_0 = exp, phi_k = (phi_{k-1} - 1/(k-1)!) / z, which cancels near z = 0.

@@ -1,0 +1,277 @@
+"""The only file that touches ComfyUI: its folders, progress, interrupt, and its LATENT and CONDITIONING.
+
+Everything it returns is plain: paths, numbers and CPU float32 tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import comfy.k_diffusion.sampling
+import comfy.latent_formats
+import comfy.model_management
+import comfy.model_sampling
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import folder_paths
+import torch
+from torch import Tensor
+
+from .ipc.errors import ConfigError
+from .mesh.devices import DeviceList
+from .schedules import Schedule, flow_timesteps, wan_official
+
+Latent = Mapping[str, Any]
+Conditioning = Sequence[Sequence[Any]]
+
+OFFICIAL_SCHEDULER = "wan_official"
+SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
+FILE_FOLDER_LABELS = ("input", "output")
+
+# ---- folders ---------------------------------------------------------------------------------------------------
+
+
+def list_models(folder: str) -> list[str]:
+    """File names of a model folder such as `diffusion_models` or `vae`."""
+    names: list[str] = folder_paths.get_filename_list(folder)
+    return names
+
+
+def model_path(folder: str, name: str) -> str:
+    """Full path of a model file. Raises ConfigError when it is gone."""
+    path = folder_paths.get_full_path(folder, name)
+    if path is None:
+        raise ConfigError(f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again")
+    return str(path)
+
+
+def list_conditioning() -> list[str]:
+    """Names of .safetensors files in the input and output folders, each ending in its folder's label."""
+    names = []
+    for label in FILE_FOLDER_LABELS:
+        base = Path(folder_paths.get_directory_by_type(label))
+        found = sorted(path.relative_to(base).as_posix() for path in base.rglob("*.safetensors"))
+        names += [f"{name} [{label}]" for name in found]
+    return names
+
+
+def conditioning_path(name: str) -> Path:
+    """Path of a name that `list_conditioning` gave; a bare name means the input folder. Raises ConfigError."""
+    label = next((label for label in FILE_FOLDER_LABELS if name.endswith(f" [{label}]")), None)
+    bare = name.removesuffix(f" [{label}]") if label else name
+    base = Path(folder_paths.get_directory_by_type(label or "input")).resolve()
+    path = (base / bare).resolve()
+    if not path.is_relative_to(base) or not path.is_file():
+        raise ConfigError(f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list")
+    return path
+
+
+def new_output_path(prefix: str, suffix: str) -> tuple[Path, str, str]:
+    """A new file under the output folder as ComfyUI numbers them: its path, name and subfolder."""
+    folder, stem, counter, subfolder, _ = folder_paths.get_save_image_path(
+        prefix, folder_paths.get_output_directory()
+    )
+    name = f"{stem}_{counter:05}_{suffix}"
+    return Path(folder) / name, name, subfolder
+
+
+def log_folder() -> Path:
+    """Where the groups' logs are kept."""
+    return Path(folder_paths.get_user_directory()) / "wan_dist_logs"
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------
+
+
+def visible_cuda() -> int:
+    """CUDA devices that ComfyUI uses; 0 when it runs on the CPU."""
+    if comfy.model_management.cpu_state != comfy.model_management.CPUState.GPU:
+        return 0
+    return torch.cuda.device_count()
+
+
+def free_devices(devices: DeviceList) -> None:
+    """Ask ComfyUI to move its own models off the CUDA devices that a group is about to fill."""
+    if devices.kind != "cuda":
+        return
+    for index in devices.indices:
+        comfy.model_management.free_memory(1e30, torch.device("cuda", index))
+    comfy.model_management.soft_empty_cache()
+
+
+# ---- progress and interrupt ------------------------------------------------------------------------------------
+
+
+def check_interrupt() -> None:
+    """Raise ComfyUI's own exception if the user asked to stop; only the executing node may call it."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+class ProgressReporter:
+    """ComfyUI's progress bar for the executing node."""
+
+    def __init__(self) -> None:
+        self._bar = comfy.utils.ProgressBar(1)
+
+    def update(self, done: int, total: int) -> None:
+        self._bar.update_absolute(done, total)
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------
+
+
+def list_schedulers() -> list[str]:
+    return [*comfy.samplers.SCHEDULER_NAMES, OFFICIAL_SCHEDULER]
+
+
+def build_schedule(*, sampler: str, scheduler: str, steps: int, shift: float, denoise: float) -> Schedule:
+    """Sigmas exactly as a stock KSampler behind ModelSamplingSD3(shift) would use them, or Wan's official ones.
+
+    Empty for denoise 0, where KSampler returns its input.
+    """
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(SAMPLERS)}")
+    if scheduler == OFFICIAL_SCHEDULER:
+        return wan_official(steps, shift, denoise=denoise)
+    if scheduler not in comfy.samplers.SCHEDULER_NAMES:
+        raise ConfigError(f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}")
+    # The official solver is unknown to KSampler; it takes all sigmas, as euler does.
+    known = "euler" if sampler == "wan_unipc" else sampler
+    stock = comfy.samplers.KSampler(
+        _FlowModel(shift), steps, torch.device("cpu"), sampler=known, scheduler=scheduler, denoise=denoise
+    )
+    sigmas = tuple(stock.sigmas.tolist())
+    return Schedule(sigmas=sigmas, timesteps=flow_timesteps(sigmas))
+
+
+class _FlowModel:
+    """As much of a MODEL as ComfyUI's KSampler asks for its sigmas."""
+
+    load_device = torch.device("cpu")
+
+    def __init__(self, shift: float) -> None:
+        self._sampling = comfy.model_sampling.ModelSamplingDiscreteFlow()
+        self._sampling.set_parameters(shift=shift, multiplier=1000)
+
+    def get_model_object(self, name: str) -> Any:
+        if name != "model_sampling":
+            raise KeyError(name)
+        return self._sampling
+
+
+# ---- LATENT and CONDITIONING -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingTensors:
+    """A LATENT as a sampling job takes it, float32 on the CPU, normalised latent space.
+
+    noisy, clean [B, C, T, h, w]; mask [B, 1 or C, T, h, w]; frame_mask [B, T]; step_noise [N-1, B, C, T, h, w].
+    """
+
+    noisy: Tensor
+    clean: Tensor | None
+    mask: Tensor | None
+    frame_mask: Tensor | None
+    step_noise: Tensor | None
+
+
+def latent_samples(latent: Latent) -> Tensor:
+    """The samples of a LATENT. Raises ConfigError for what is no plain 5-dim Wan2.2 latent."""
+    samples = latent.get("samples")
+    if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
+        raise ConfigError("the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent")
+    channels = comfy.latent_formats.Wan22.latent_channels
+    if samples.dim() != 5 or samples.shape[1] != channels:
+        raise ConfigError(
+            f"the latent has shape {list(samples.shape)}; Wan2.2 TI2V needs [batch, {channels}, frames, height/16, "
+            "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        )
+    return samples.to("cpu", torch.float32)
+
+
+def prepare_sampling(latent: Latent, *, seed: int, sampler: str, schedule: Schedule) -> SamplingTensors:
+    """Noise, normalise and mask a LATENT as a stock KSampler does for this seed and these sigmas."""
+    samples = latent_samples(latent)
+    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
+    clean = comfy.latent_formats.Wan22().process_in(samples) if torch.count_nonzero(samples) else samples
+    start = schedule.sigmas[0]
+    mask = latent.get("noise_mask")
+    frame_mask = None
+    if mask is not None:
+        mask = comfy.utils.reshape_mask(mask.to("cpu", torch.float32), noise.shape)
+        frame_mask = mask.mean(dim=(1, 3, 4))
+        if bool((mask == mask[:, :1]).all()):
+            mask = mask[:, :1]
+    return SamplingTensors(
+        noisy=start * noise + (1 - start) * clean,
+        clean=clean if mask is not None else None,
+        mask=mask,
+        frame_mask=frame_mask,
+        step_noise=_step_noise(noise, seed, schedule) if sampler == "lcm" else None,
+    )
+
+
+def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
+    """Fresh noise of each step but the last, from ComfyUI's own rule on ComfyUI's own device."""
+    pairs = list(zip(schedule.sigmas[1:-1], schedule.sigmas[2:], strict=True))
+    if not pairs:
+        return None
+    like = noise.to(comfy.model_management.get_torch_device())
+    sampler = comfy.k_diffusion.sampling.default_noise_sampler(like, seed=seed)
+    return torch.stack([sampler(sigma, following).cpu() for sigma, following in pairs])
+
+
+def finish_sampling(latent: Latent, result: Tensor) -> dict[str, Any]:
+    """The LATENT that a stock KSampler would return for the sampled, normalised `result`."""
+    out = dict(latent)
+    out["samples"] = comfy.latent_formats.Wan22().process_out(result)
+    return out
+
+
+def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -> Tensor:
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for."""
+    if len(conditioning) != 1:
+        raise ConfigError(
+            f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one: connect a single "
+            "CLIPTextEncode and leave out ConditioningCombine and scheduling"
+        )
+    embedding, options = conditioning[0][0], conditioning[0][1]
+    defaults = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
+    extra = sorted(
+        key
+        for key, value in options.items()
+        if value is not None and key != "pooled_output" and value != defaults.get(key)
+    )
+    if extra:
+        raise ConfigError(
+            f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "
+            "connect the output of CLIPTextEncode directly"
+        )
+    if not isinstance(embedding, Tensor) or embedding.dim() != 3 or embedding.shape[-1] != text_dim:
+        shape = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
+        raise ConfigError(
+            f"the {label} conditioning has shape {shape}; this model needs [1, tokens, {text_dim}]: "
+            "encode the prompt with the umT5 text encoder of Wan (CLIPLoader, type wan)"
+        )
+    return embedding.to("cpu", torch.float32)
+
+
+# ---- images ----------------------------------------------------------------------------------------------------
+
+
+def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
+    """Scale and centre-crop images [F, H, W, 3+] as Wan22ImageToVideoLatent does; returns [F, height, width, 3]."""
+    scaled = comfy.utils.common_upscale(images[..., :3].movedim(-1, 1), width, height, "bilinear", "center")
+    return scaled.movedim(1, -1).to("cpu", torch.float32).contiguous()
+
+
+def mean_latent(like: Tensor) -> Tensor:
+    """Raw latent whose normalised value is 0 everywhere."""
+    out: Tensor = comfy.latent_formats.Wan22().process_out(torch.zeros_like(like))
+    return out

@@ -1,0 +1,63 @@
+"""The environment of a group's processes, made from ComfyUI's.
+
+ComfyUI sets variables for itself that would change or break the ranks, and a ComfyUI that was
+itself started by a launcher hands on that launcher's variables. Everything else (paths, proxies,
+NCCL tuning) is the user's and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..mesh.devices import DeviceList
+
+_DROPPED = {
+    # ComfyUI's allocator and determinism settings.
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    # Another launcher's world.
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+_DROPPED_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "PET_", "FSDP_", "PMI_", "OMPI_", "MV2_")
+
+
+def child_environment(
+    environment: Mapping[str, str], *, devices: DeviceList, pack_root: Path
+) -> dict[str, str]:
+    """`environment` for a group on `devices`, whose rank r sees its CUDA device as `cuda:r`."""
+    child = {
+        name: value
+        for name, value in environment.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+    }
+    child["CUDA_VISIBLE_DEVICES"] = _visible_devices(environment, devices)
+    search = [str(pack_root), *filter(None, [environment.get("PYTHONPATH")])]
+    child["PYTHONPATH"] = ":".join(search)
+    child["PYTHONUNBUFFERED"] = "1"
+    # Bootstrap sockets of the collectives stay on this machine.
+    child["GLOO_SOCKET_IFNAME"] = "lo"
+    child["NCCL_SOCKET_IFNAME"] = "lo"
+    return child
+
+
+def _visible_devices(environment: Mapping[str, str], devices: DeviceList) -> str:
+    """Device indices count what ComfyUI sees, which may itself be a choice of the machine's devices."""
+    if devices.kind == "cpu":
+        return ""
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    if seen is None:
+        return ",".join(str(index) for index in devices.indices)
+    names = [name.strip() for name in seen.split(",")]
+    return ",".join(names[index] for index in devices.indices)

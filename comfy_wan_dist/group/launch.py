@@ -1,0 +1,256 @@
+"""Starting a worker group: launch, let the ranks in, wait until all are ready.
+
+    StartingGroup(spec) --wait_ready()--> RunningProcesses --> WorkerGroup (client.py)
+
+Two types, so that nothing can send a job to a group that is not ready. Whoever holds either of them
+ends it; nothing of a group outlives a failed or interrupted start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from ..ipc.channel import ChannelClosed, SocketChannel
+from ..ipc.errors import ProtocolError, WorkerStartError
+from ..ipc.messages import Ready, Shutdown
+from .environment import child_environment
+from .listener import Listener, RankConnection
+from .process import ProcessHandle
+from .spec import LaunchSpec
+
+POLL_S = 0.05
+READY_TIMEOUT_S = 1.0
+SHUTDOWN_SEND_S = 1.0
+TAIL_LINES, TAIL_BYTES = 60, 16 * 2**10
+MAX_LOG_BYTES = 8 * 2**20
+
+logger = logging.getLogger(__name__)
+
+
+class StartInterrupted(Exception):
+    """The start was called off by whoever asked for it."""
+
+
+class GroupLog:
+    """The file that the group's processes write to. It stays; what this start wrote begins at `_start`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size > MAX_LOG_BYTES:
+                path.replace(path.with_name(path.name + ".old"))
+        self.descriptor = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+        )
+        self._start = os.fstat(self.descriptor).st_size
+
+    def tail(self) -> str:
+        """The last lines of this start."""
+        with open(self.path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._start, end - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n".join(lines) or "(it wrote nothing)"
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class RunningProcesses:
+    """The processes of a group and what is held for them: channels, pidfds, lifeline, folder."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.spec = spec
+        self.log = GroupLog(spec.log_path)
+        self.ranks: dict[int, RankConnection] = {}
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(self.log.close)
+        try:
+            self.listener = Listener(world_size=spec.world_size)
+            self._resources.callback(self.listener.remove_folder)
+            self._resources.callback(self.listener.close)
+            # Only this process holds the writing end: its end is the end of this process or of the
+            # group.
+            lifeline, self._lifeline = os.pipe()
+            self._resources.callback(self._drop_lifeline)
+            try:
+                self._process = self._launch(lifeline)
+            finally:
+                os.close(lifeline)
+            self.launcher = ProcessHandle(self._process.pid)
+            self._resources.callback(self.launcher.close)
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def channel(self, rank: int) -> SocketChannel:
+        return self.ranks[rank].channel
+
+    def end(self, *, grace_s: float = 0.0, settle_s: float = 0.0) -> None:
+        """End all processes and free everything. Never raises for a process that does not obey, and never waits long.
+
+        grace_s: how long ranks may take after Shutdown, sent only if this is positive.
+        settle_s: how long the launcher may take to end by itself after a rank did, so that the log
+        is complete.
+        """
+        if grace_s > 0:
+            for connection in self.ranks.values():
+                with contextlib.suppress(ChannelClosed, TimeoutError):
+                    connection.channel.send(Shutdown(), timeout_s=SHUTDOWN_SEND_S)
+            self.launcher.wait(grace_s)
+        # The end of its socket ends a rank at once, even in a stuck collective.
+        for connection in self.ranks.values():
+            connection.channel.close()
+        self.listener.close()
+        self.launcher.wait(settle_s)
+        self._drop_lifeline()
+        handles = [self.launcher, *(connection.process for connection in self.ranks.values())]
+        for number, patience_s in ((None, 2.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + patience_s
+            for handle in handles:
+                if number is not None:
+                    handle.send_signal(number)
+            if all([handle.wait(deadline - time.monotonic()) for handle in handles]):
+                break
+        else:
+            logger.error(
+                "the worker group's processes %s do not end", [handle.pid for handle in handles]
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=0.1)  # reaps
+        for connection in self.ranks.values():
+            connection.process.close()
+        self._resources.close()
+
+    def _launch(self, lifeline: int) -> subprocess.Popen[bytes]:
+        spec = self.spec
+        options = {
+            "--folder": str(self.listener.folder),
+            "--lifeline": str(lifeline),
+            "--ranks": str(spec.world_size),
+            "--device": spec.devices.kind,
+            "--mesh": str(spec.degrees),
+            "--runner": spec.runner,
+        }
+        return subprocess.Popen(
+            [
+                spec.python,
+                "-m",
+                "workers.launcher",
+                *(part for pair in options.items() for part in pair),
+            ],
+            cwd=spec.pack_root,
+            env=child_environment(os.environ, devices=spec.used_devices, pack_root=spec.pack_root),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.descriptor,
+            stderr=self.log.descriptor,
+            pass_fds=(lifeline,),
+            # Ctrl-C in ComfyUI's terminal is for ComfyUI, which then ends the group.
+            start_new_session=True,
+        )
+
+    def _drop_lifeline(self) -> None:
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+
+class StartingGroup:
+    """A group whose processes have been launched and are not ready yet."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        """Raises WorkerStartError if the launcher cannot be run at all."""
+        self._deadline = time.monotonic() + spec.start_timeout_s
+        try:
+            self._processes = RunningProcesses(spec)
+        except OSError as error:
+            raise WorkerStartError(f"the worker group could not be launched: {error}") from error
+
+    def wait_ready(self, called_off: threading.Event) -> RunningProcesses:
+        """Wait until every rank is ready.
+
+        Raises WorkerStartError if a process ends or the deadline passes, and StartInterrupted once
+        `called_off` is set; then nothing of the group is left.
+        """
+        ready: set[int] = set()
+        processes = self._processes
+        try:
+            while len(ready) < processes.spec.world_size:
+                if called_off.is_set():
+                    raise StartInterrupted
+                if time.monotonic() > self._deadline:
+                    missing = sorted(set(range(processes.spec.world_size)) - ready)
+                    raise WorkerStartError(
+                        f"the worker group was not ready within {processes.spec.start_timeout_s:g} s; rank "
+                        f"{', '.join(map(str, missing))} did not report"
+                    )
+                self._step(ready)
+        except WorkerStartError as error:
+            processes.end(settle_s=3.0)
+            raise WorkerStartError(
+                f"{error}\nThe end of {processes.log.path}:\n{processes.log.tail()}"
+            ) from error.__cause__
+        except BaseException:
+            processes.end()
+            raise
+        processes.listener.close()
+        pids = {
+            rank: connection.process.pid for rank, connection in sorted(processes.ranks.items())
+        }
+        logger.info(
+            "worker group %s on %s is ready: launcher %d, ranks %s",
+            processes.spec.degrees,
+            processes.spec.used_devices,
+            processes.launcher.pid,
+            pids,
+        )
+        return processes
+
+    def _step(self, ready: set[int]) -> None:
+        """Wait a moment for one thing to happen, and deal with it."""
+        processes = self._processes
+        poll = select.poll()
+        poll.register(processes.launcher, select.POLLIN)
+        poll.register(processes.listener, select.POLLIN)
+        waiting = {
+            connection.channel.fileno(): connection for connection in processes.ranks.values()
+        }
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(POLL_S * 1000):
+            if descriptor == processes.listener.fileno():
+                connection = processes.listener.accept(launcher_pid=processes.launcher.pid)
+                if connection is not None:
+                    self._admit(connection)
+            elif descriptor == processes.launcher.fileno():
+                raise WorkerStartError(
+                    "the worker group's launcher ended before its ranks were ready"
+                )
+            elif descriptor in waiting:
+                ready.add(self._hear_ready(waiting[descriptor]))
+
+    def _admit(self, connection: RankConnection) -> None:
+        if connection.rank in self._processes.ranks:
+            connection.channel.close()
+            connection.process.close()
+            raise WorkerStartError(f"rank {connection.rank} reported twice")
+        self._processes.ranks[connection.rank] = connection
+
+    def _hear_ready(self, connection: RankConnection) -> int:
+        rank = connection.rank
+        try:
+            message = connection.channel.receive(READY_TIMEOUT_S).message
+        except (ChannelClosed, ProtocolError, TimeoutError) as error:
+            raise WorkerStartError(f"rank {rank} ended before it was ready: {error}") from error
+        if not isinstance(message, Ready) or message.rank != rank:
+            raise WorkerStartError(f"rank {rank} said {type(message).__name__} instead of Ready")
+        return rank

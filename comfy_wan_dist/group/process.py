@@ -1,0 +1,50 @@
+"""Processes held by pidfd, so that a signal never reaches a stranger that got a reused number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from pathlib import Path
+
+
+class ProcessHandle:
+    """One process, of which `pid` is known to be alive or an unreaped child when this is made."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """Readable once the process has ended."""
+        return self._pidfd
+
+    def has_ended(self) -> bool:
+        return self.wait(0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process ended within `timeout_s`. Does not reap."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal it; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def parent_pid(pid: int) -> int | None:
+    """Parent of a process, or None if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name in parentheses may hold anything, so count from its end: state, then parent.
+    return int(status.rpartition(b")")[2].split()[1])

@@ -1,0 +1,98 @@
+"""What WAN_DIST_MODEL carries between nodes: a description, not a live object.
+
+ComfyUI caches, drops and revives outputs as it likes; whoever needs the model finds or starts the group that the
+description names. Reading the file's header again is cheap and notices a replaced file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .ipc.errors import ConfigError
+from .ipc.messages import ModelSpec, VAESpec
+from .mesh.choice import choose_mesh
+from .mesh.degrees import MeshDegrees, parse_mesh
+from .mesh.devices import DeviceList, parse_devices
+from .mesh.shape import WanShape
+from .mesh.validate import validate_axes, validate_devices, validate_model
+from .model_file.header import ModelFile, read_model_file
+from .model_file.wan import read_wan_file
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelHandle:
+    """A transformer file and how to spread it. All fields are as the loader's widgets say."""
+
+    path: str
+    dtype: str
+    mesh: str
+    devices: str
+    compile: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedModel:
+    """A handle checked against the file and the machine: everything a job needs to know."""
+
+    spec: ModelSpec
+    shape: WanShape
+    degrees: MeshDegrees
+    devices: DeviceList
+
+
+def resolve_model(handle: ModelHandle, *, visible_cuda: int, guided: bool) -> ResolvedModel:
+    """Read the file's header, choose the mesh if it is `auto`, and check that all of it goes together.
+
+    guided: whether there is a negative prompt to compute (cfg above 1). Raises ModelFileError, MeshError, ConfigError.
+    """
+    devices = parse_devices(handle.devices, visible_cuda=visible_cuda)
+    degrees = parse_mesh(handle.mesh)
+    if degrees is not None:
+        validate_axes(degrees)
+        validate_devices(degrees, devices)
+    file = read_wan_file(read_model_file(handle.path))
+    if degrees is None:
+        degrees = choose_mesh(file.shape, device_count=devices.count, guided=guided)
+    validate_model(degrees, file.shape)
+    dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype)
+    return ResolvedModel(
+        spec=ModelSpec(
+            path=file.file.path,
+            file_bytes=file.file.file_bytes,
+            mtime_ns=file.file.mtime_ns,
+            dtype=dtype,
+            compile=handle.compile,
+        ),
+        shape=file.shape,
+        degrees=degrees,
+        devices=devices.take(degrees.world_size),
+    )
+
+
+def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
+    """The VAE file as a job names it. Raises ModelFileError."""
+    file = read_model_file(path)
+    file_dtype = next((entry.dtype for entry in file.entries.values()), "F32")
+    return VAESpec(
+        path=file.path,
+        file_bytes=file.file_bytes,
+        mtime_ns=file.mtime_ns,
+        dtype=resolve_dtype(dtype, devices=devices, file_dtype=file_dtype),
+    )
+
+
+def resolve_dtype(asked: str, *, devices: DeviceList, file_dtype: str) -> str:
+    """`auto` is bfloat16 on CUDA, and the file's own type on the CPU."""
+    if asked not in DTYPES:
+        raise ConfigError(f"dtype {asked!r} is not known; choose {', '.join(DTYPES)}")
+    if asked != "auto":
+        return asked
+    return "bfloat16" if devices.kind == "cuda" else FILE_DTYPES.get(file_dtype, "float32")
+
+
+def fingerprint(file: ModelFile) -> str:
+    """Changes when the file is replaced."""
+    return f"{file.file_bytes}-{file.mtime_ns}"

@@ -1,0 +1,9 @@
+"""Names in a group's private folder, which ComfyUI's process makes and the group's processes read."""
+
+from __future__ import annotations
+
+SOCKET_NAME = "socket"
+TOKEN_NAME = "token"
+AGENT_STORE_NAME = "agent-store"
+RANK_STORE_NAME = "rank-store"
+LOG_FOLDER_NAME = "logs"

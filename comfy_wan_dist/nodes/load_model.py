@@ -1,0 +1,77 @@
+"""WanDistLoadModel: name a model file and how to spread it."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .. import comfy_adapter
+from ..handle import DTYPES, ModelHandle, fingerprint, resolve_model
+from ..model_file.header import read_model_file
+
+WanDistModel = io.Custom("WAN_DIST_MODEL")
+CATEGORY = "Wan Dist"
+
+
+class LoadModel(io.ComfyNode):
+    """Checks the file and the mesh; the group starts and loads when the first sampler needs it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanDistLoadModel",
+            display_name="Wan Dist Load Model",
+            category=CATEGORY,
+            description="Choose a Wan2.2 TI2V-5B file and how to spread it over several GPUs. The model is loaded by a "
+            "background worker group when a sampler first needs it, and stays there.",
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=comfy_adapter.list_models("diffusion_models"),
+                    tooltip="File in models/diffusion_models. Of a model in several shards choose any one.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=list(DTYPES),
+                    default="auto",
+                    tooltip="Type of the weights and of the matrix products. auto: bfloat16 on GPUs, the file's own "
+                    "type on the CPU.",
+                ),
+                io.String.Input(
+                    "mesh",
+                    default="auto",
+                    tooltip="How to cut the work: auto, single, or axes with degrees in the order cfg, ulysses, tp, such "
+                    "as cfg2-ulysses2. cfg (1 or 2) splits prompt and negative prompt, ulysses the video's tokens, tp the "
+                    "weights. The product of the degrees is the number of GPUs used.",
+                ),
+                io.String.Input(
+                    "devices",
+                    default="all",
+                    tooltip="GPUs to use: all, or indices such as 0,1,2,3. cpu:4 runs 4 ranks on the CPU.",
+                ),
+                io.Boolean.Input(
+                    "compile",
+                    default=False,
+                    tooltip="Compile the blocks with torch.compile: the first run of each size takes a minute or more "
+                    "longer, later ones are faster.",
+                ),
+            ],
+            outputs=[WanDistModel.Output(display_name="model")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool
+    ) -> str:
+        return fingerprint(read_model_file(comfy_adapter.model_path("diffusion_models", model_name)))
+
+    @classmethod
+    def execute(cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool) -> io.NodeOutput:
+        handle = ModelHandle(
+            path=comfy_adapter.model_path("diffusion_models", model_name),
+            dtype=dtype,
+            mesh=mesh,
+            devices=devices,
+            compile=compile,
+        )
+        resolve_model(handle, visible_cuda=comfy_adapter.visible_cuda(), guided=True)
+        return io.NodeOutput(handle)

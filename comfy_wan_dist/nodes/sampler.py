@@ -1,0 +1,136 @@
+"""WanDistSampler: denoise a latent on the worker group, as a stock KSampler would on one GPU."""
+
+from __future__ import annotations
+
+import logging
+from math import isclose
+
+from comfy_api.latest import io
+
+from .. import comfy_adapter, session
+from ..handle import ModelHandle, resolve_model
+from ..ipc.messages import SampleRequest
+from .load_model import CATEGORY, WanDistModel
+
+logger = logging.getLogger("comfy_wan_dist")
+
+
+class Sampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanDistSampler",
+            display_name="Wan Dist Sampler",
+            category=CATEGORY,
+            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. Same seed, sampler, scheduler and shift "
+            "give the same video as ComfyUI's KSampler behind ModelSamplingSD3.",
+            inputs=[
+                WanDistModel.Input("model", tooltip="From Wan Dist Load Model."),
+                io.Conditioning.Input("positive", tooltip="What the video should show: CLIPTextEncode with the umT5 encoder."),
+                io.Conditioning.Input("negative", tooltip="What it should not show. Not used at cfg 1."),
+                io.Latent.Input(
+                    "latent_image", tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent."
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="Seed of the noise; the same as in KSampler.",
+                ),
+                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps, 1 to 10000."),
+                io.Float.Input(
+                    "cfg",
+                    default=5.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    tooltip="Guidance scale, 0 to 100. At 1 the negative prompt is not computed.",
+                ),
+                io.Combo.Input(
+                    "sampler_name",
+                    options=list(comfy_adapter.SAMPLERS),
+                    default="uni_pc",
+                    tooltip="ComfyUI's samplers by their names; wan_unipc is the UniPC of the official Wan code.",
+                ),
+                io.Combo.Input(
+                    "scheduler",
+                    options=comfy_adapter.list_schedulers(),
+                    default="simple",
+                    tooltip="ComfyUI's schedulers; wan_official is the schedule of the official Wan code.",
+                ),
+                io.Float.Input(
+                    "shift",
+                    default=8.0,
+                    min=0.01,
+                    max=100.0,
+                    step=0.01,
+                    tooltip="Shift of the noise schedule, as in ModelSamplingSD3: 8 in ComfyUI's template, 5 in the "
+                    "official code.",
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Share of the schedule to run, 0 to 1: below 1 it starts from the given latent.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+        )
+
+    @classmethod
+    async def execute(
+        cls,
+        model: ModelHandle,
+        positive: comfy_adapter.Conditioning,
+        negative: comfy_adapter.Conditioning,
+        latent_image: comfy_adapter.Latent,
+        seed: int,
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        shift: float,
+        denoise: float,
+    ) -> io.NodeOutput:
+        is_guided = not isclose(cfg, 1.0)
+        resolved = resolve_model(model, visible_cuda=comfy_adapter.visible_cuda(), guided=is_guided)
+        text_dim = resolved.shape.text_dim
+        cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
+        uncond = None
+        if is_guided:
+            uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
+        elif resolved.degrees.cfg > 1:
+            logger.warning(
+                "[wan-dist] mesh %s at cfg 1: half of its ranks repeat the other half's work; use a mesh without cfg",
+                resolved.degrees,
+            )
+        schedule = comfy_adapter.build_schedule(
+            sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
+        )
+        if not schedule.timesteps:
+            return io.NodeOutput(dict(latent_image))
+        tensors = comfy_adapter.prepare_sampling(latent_image, seed=seed, sampler=sampler_name, schedule=schedule)
+        async with session.open_session(resolved.degrees, resolved.devices) as job:
+            request = SampleRequest(
+                id=job.id,
+                model=resolved.spec,
+                solver=sampler_name,
+                sigmas=schedule.sigmas,
+                timesteps=schedule.timesteps,
+                guidance=cfg,
+                noisy=job.send(tensors.noisy),
+                clean=job.send_optional(tensors.clean),
+                mask=job.send_optional(tensors.mask),
+                frame_mask=job.send_optional(tensors.frame_mask),
+                cond=job.send(cond),
+                uncond=job.send_optional(uncond),
+                step_noise=job.send_optional(tensors.step_noise),
+                result=job.reserve(tensors.noisy.shape),
+            )
+            await job.run(request)
+            return io.NodeOutput(comfy_adapter.finish_sampling(latent_image, job.tensor(request.result)))

@@ -1,0 +1,63 @@
+"""WanDistVAEDecode: from latent to images, in the worker group."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from .. import comfy_adapter, session
+from ..handle import DTYPES, ModelHandle, resolve_vae
+from ..ipc.messages import DecodeRequest
+from .load_model import CATEGORY, WanDistModel
+
+
+class VAEDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanDistVAEDecode",
+            display_name="Wan Dist VAE Decode",
+            category=CATEGORY,
+            description="Decode a Wan2.2 latent to images in the model's worker group, without tiles or blending.",
+            inputs=[
+                WanDistModel.Input("model", tooltip="From Wan Dist Load Model: names the group that decodes."),
+                vae_name_input(),
+                io.Latent.Input("samples", tooltip="From Wan Dist Sampler or KSampler."),
+                vae_dtype_input(),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+        )
+
+    @classmethod
+    async def execute(
+        cls, model: ModelHandle, vae_name: str, samples: comfy_adapter.Latent, vae_dtype: str
+    ) -> io.NodeOutput:
+        plane = session.plane_of(model)
+        spec = resolve_vae(comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices)
+        latent = comfy_adapter.latent_samples(samples)
+        batch, _, frames, height, width = latent.shape
+        async with session.open_session(plane.degrees, plane.devices) as job:
+            request = DecodeRequest(
+                id=job.id,
+                vae=spec,
+                latent=job.send(latent),
+                result=job.reserve((batch * (4 * frames - 3), 16 * height, 16 * width, 3)),
+            )
+            await job.run(request)
+            return io.NodeOutput(job.tensor(request.result))
+
+
+def vae_name_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "vae_name",
+        options=comfy_adapter.list_models("vae"),
+        tooltip="Wan2.2 VAE file in models/vae, such as wan2.2_vae.safetensors.",
+    )
+
+
+def vae_dtype_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "vae_dtype",
+        options=list(DTYPES),
+        default="auto",
+        tooltip="Type the VAE computes in. auto: bfloat16 on GPUs, the file's own type on the CPU.",
+    )

@@ -1,0 +1,216 @@
+"""What the ranks of the test pool run besides `devtools.mesh_runs`: broken collectives, wrapped ones, cancelled jobs.
+
+A fault replaces one seam of the product by the mistake that is easily made there, so that a test can show that the
+parity check notices it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import WanDistError
+from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
+from comfy_wan_dist.mesh.shape import LatentGrid
+from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request, forward_rank
+from workers.model.rope import rope_table
+from workers.model.tokens import token_runs
+from workers.model.wan import TokenRun, mean_square
+from workers.parallel.collectives import AxisGroup
+from workers.parallel.context import UlyssesAttention
+from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
+
+T = TypeVar("T")
+
+
+def rank_local_norm() -> AbstractContextManager[Any]:
+    """Query/key norm over the rank's own features only."""
+    return mock.patch.object(ShardedMeanSquare, "__call__", lambda self, *tensors: mean_square(*tensors))
+
+
+def rank_local_cross_norm() -> AbstractContextManager[Any]:
+    """The same in cross-attention alone, which norms one tensor at a time."""
+    original = ShardedMeanSquare.__call__
+
+    def local_if_one(self: ShardedMeanSquare, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return original(self, *tensors) if len(tensors) > 1 else mean_square(*tensors)
+
+    return mock.patch.object(ShardedMeanSquare, "__call__", local_if_one)
+
+
+def row_without_sum() -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        RowParallelLinear, "forward", lambda self, x: F.linear(x, self.weight, self.bias)
+    )
+
+
+def row_bias_on_every_rank() -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        RowParallelLinear,
+        "forward",
+        lambda self, x: self.tp.all_reduce_sum(F.linear(x, self.weight, self.bias)),
+    )
+
+
+def rope_from_zero() -> AbstractContextManager[Any]:
+    """Every shard takes the positions of the first tokens."""
+
+    def shifted(grid: LatentGrid, start: int, stop: int, *, device: torch.device) -> Tensor:
+        return rope_table(grid, 0, stop - start, device=device)
+
+    return mock.patch("workers.sampling.run.rope_table", shifted)
+
+
+def frame_rows_from_zero() -> AbstractContextManager[Any]:
+    """Every shard takes the timesteps of the first tokens."""
+
+    def shifted(rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int) -> tuple[TokenRun, ...]:
+        return token_runs(rows, grid, 0, stop - start)
+
+    return mock.patch("workers.sampling.run.token_runs", shifted)
+
+
+def all_frames_on_every_shard() -> AbstractContextManager[Any]:
+    """All frames' timesteps are spread over each shard, as if it were the whole video."""
+
+    def spread(rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int) -> tuple[TokenRun, ...]:
+        size = stop - start
+        borders = [size * frame // grid.frames for frame in range(grid.frames + 1)]
+        return tuple(
+            TokenRun(start=first, stop=last, row=row)
+            for first, last, row in zip(borders, borders[1:], rows, strict=False)
+        )
+
+    return mock.patch("workers.sampling.run.token_runs", spread)
+
+
+def no_guidance_exchange() -> AbstractContextManager[Any]:
+    """Each guidance plane takes its own prediction for both."""
+    return mock.patch.object(AxisGroup, "all_gather", lambda self, x: torch.stack([x] * self.size))
+
+
+def swapped_guidance_planes() -> AbstractContextManager[Any]:
+    original = AxisGroup.all_gather
+    return mock.patch.object(AxisGroup, "all_gather", lambda self, x: original(self, x).flip(0))
+
+
+def no_ulysses_input_exchange() -> AbstractContextManager[Any]:
+    return _without_all_to_all(dims=5)
+
+
+def no_ulysses_output_exchange() -> AbstractContextManager[Any]:
+    return _without_all_to_all(dims=4)
+
+
+def _without_all_to_all(*, dims: int) -> AbstractContextManager[Any]:
+    original = AxisGroup.all_to_all
+
+    def keep_own(self: AxisGroup, x: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        return x if x.dim() == dims else original(self, x, send=send, receive=receive)
+
+    return mock.patch.object(AxisGroup, "all_to_all", keep_own)
+
+
+def wrong_head_order() -> AbstractContextManager[Any]:
+    """Heads come back interleaved over the ranks instead of rank after rank."""
+    original = UlyssesAttention.__call__
+
+    def interleaved(self: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = original(self, q, k, v).unflatten(2, (self.ulysses.size, -1))
+        return out.transpose(2, 3).flatten(2, 3)
+
+    return mock.patch.object(UlyssesAttention, "__call__", interleaved)
+
+
+def no_final_gather() -> AbstractContextManager[Any]:
+    return mock.patch.object(AxisGroup, "gather_uneven", lambda self, x, sizes: torch.cat([x] * self.size))
+
+
+def no_fault() -> AbstractContextManager[Any]:
+    return ExitStack()
+
+
+def with_fault(
+    rank: int, fault: Callable[[], AbstractContextManager[Any]], program: Callable[..., T], *arguments: Any
+) -> T:
+    """program(rank, *arguments) while `fault` is in force on every rank."""
+    with fault():
+        return program(rank, *arguments)
+
+
+def count_collectives(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs
+) -> tuple[dict[str, tuple[int, int]], tuple[LedgerLine, ...]]:
+    """Calls and input bytes of torch's collectives during a forward with its prompts, seen from outside; the ledger.
+
+    The gather of the result counts as an all_to_all_single of `size` copies; the ledger here leaves it out.
+    """
+    calls: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+
+    def counted(name: str, argument: int) -> AbstractContextManager[Any]:
+        original = getattr(dist, name)
+
+        def wrapper(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            sent[name] += args[argument].numel() * args[argument].element_size()
+            return original(*args, **options)
+
+        return mock.patch.object(dist, name, wrapper)
+
+    with counted("all_reduce", 0), counted("all_to_all_single", 1), counted("all_gather", 1):
+        run = forward_rank(rank, mesh, spec, inputs)
+    return {name: (calls[name], sent[name]) for name in calls}, (*run.text_ledger, *run.ledger)
+
+
+class StoppingJob(LocalJob):
+    """Told to stop at its vote number `stop_at`."""
+
+    stop_at = 2
+    votes = 0
+
+    def cancel_requested(self) -> bool:
+        return self.votes >= self.stop_at
+
+    def agree_stop(self) -> bool:
+        self.votes += 1
+        return super().agree_stop()
+
+
+def stop_then_sample(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule, stopping_rank: int
+) -> tuple[str, list[tuple[str, int, int]], Tensor]:
+    """A job that only `stopping_rank` is told to stop, then a whole one with the same runner.
+
+    How the first one ended, what it reported, and the result of the second.
+    """
+    runner, agreement = build_local_runner(rank, mesh)
+    request, tensors = build_request(spec, inputs, schedule)
+    job = (StoppingJob if rank == stopping_rank else LocalJob)(tensors, agreement)
+    ended = error_of(lambda: runner.run(request, job))  # type: ignore[arg-type]
+    agreement.take_failure()
+    runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    return ended, job.reports, tensors[-1]
+
+
+def sample_error(rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule) -> str:
+    """How a job that must fail does: class and message on this rank."""
+    runner, agreement = build_local_runner(rank, mesh)
+    request, tensors = build_request(spec, inputs, schedule)
+    return error_of(lambda: runner.run(request, LocalJob(tensors, agreement)))  # type: ignore[arg-type]
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except WanDistError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,200 @@
+"""A model on a mesh is the model on one device, and every broken collective shows.
+
+Covered on the CPU over gloo in float32: each mesh against one process, for one forward and for whole runs; the
+faults of `rank_programs` against the same limits; the ledger against numbers worked out by hand and against torch's
+own functions; equal residuals over the tensor-parallel ranks; compiled blocks. Not covered: CUDA and NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_programs
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
+from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.mesh_runs import (
+    CASES,
+    FORWARD_LIMIT,
+    MESHES,
+    RUN_LIMIT,
+    SOLVERS,
+    TEXT_TOKENS,
+    ForwardRun,
+    forward_rank,
+    matrix_rank,
+    mesh_degrees,
+    model_spec,
+    relative_error,
+)
+from devtools.rank_pool import RankPool
+
+TEXT, IMAGE, ODD, BATCH = CASES
+Fault = Callable[[], AbstractContextManager[Any]]
+
+# Each fault with a mesh and a case in which it matters. Where an exchange is left out shards must be even.
+FAULTS: tuple[tuple[Fault, str, Any], ...] = (
+    (rank_programs.rank_local_norm, "tp2", TEXT),
+    (rank_programs.rank_local_cross_norm, "tp2", TEXT),
+    (rank_programs.row_without_sum, "tp2", TEXT),
+    (rank_programs.row_bias_on_every_rank, "tp2", TEXT),
+    (rank_programs.rope_from_zero, "ulysses2", ODD),
+    (rank_programs.frame_rows_from_zero, "ulysses2", ODD),
+    (rank_programs.all_frames_on_every_shard, "ulysses2", ODD),
+    (rank_programs.no_guidance_exchange, "cfg2", TEXT),
+    (rank_programs.swapped_guidance_planes, "cfg2", TEXT),
+    (rank_programs.no_ulysses_input_exchange, "ulysses2", TEXT),
+    (rank_programs.no_ulysses_output_exchange, "ulysses2", TEXT),
+    (rank_programs.wrong_head_order, "ulysses2", TEXT),
+    (rank_programs.no_final_gather, "ulysses2", TEXT),
+)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    path = tmp_path_factory.mktemp("parallel") / "tiny.safetensors"
+    write_transformer(path, TINY_TRANSFORMER, seed=0)
+    return model_spec(Path(path))
+
+
+@pytest.fixture(scope="module")
+def single(rank_pool: RankPool, spec: ModelSpec) -> dict[str, Tensor]:
+    """The whole matrix of one process."""
+    return rank_pool.run(1, matrix_rank, "single", spec, CASES, SOLVERS)[0]
+
+
+@pytest.fixture(scope="module")
+def forward(rank_pool: RankPool, spec: ModelSpec) -> Callable[..., list[ForwardRun]]:
+    """forward(mesh, case, fault=..., backend=...): one forward on all ranks; repeated calls share a result."""
+
+    @cache
+    def run(
+        mesh: str, case: Any, fault: Fault = rank_programs.no_fault, backend: str | None = None
+    ) -> list[ForwardRun]:
+        arguments = (mesh, spec, case.inputs(TINY_TRANSFORMER), backend)
+        world_size = mesh_degrees(mesh).world_size
+        return rank_pool.run(world_size, rank_programs.with_fault, fault, forward_rank, *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_mesh_matches_single_process(
+    mesh: str, rank_pool: RankPool, spec: ModelSpec, single: dict[str, Tensor]
+) -> None:
+    results = rank_pool.run(mesh_degrees(mesh).world_size, matrix_rank, mesh, spec, CASES, SOLVERS)[0]
+    assert results.keys() == single.keys()
+    assert len(results) == len(CASES) * (1 + len(SOLVERS))
+    for row, result in results.items():
+        limit = FORWARD_LIMIT if row.endswith("one forward") else RUN_LIMIT
+        assert relative_error(result, single[row]) <= limit, row
+
+
+def test_every_rank_returns_the_whole_velocity(forward: Callable[..., list[ForwardRun]]) -> None:
+    first, *others = forward("cfg2-ulysses2-tp2", ODD)
+    for other in others:
+        assert torch.equal(first.velocity, other.velocity)
+
+
+@pytest.mark.parametrize(("fault", "mesh", "case"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+def test_parity_check_notices(
+    fault: Fault, mesh: str, case: Any, forward: Callable[..., list[ForwardRun]], single: dict[str, Tensor]
+) -> None:
+    expected = single[f"{case.name}, one forward"]
+    assert relative_error(forward(mesh, case)[0].velocity, expected) <= FORWARD_LIMIT
+    assert relative_error(forward(mesh, case, fault)[0].velocity, expected) > 100 * FORWARD_LIMIT
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "tp4", "ulysses2-tp2"])
+def test_residuals_are_bit_identical_on_tensor_parallel_ranks(
+    mesh: str, forward: Callable[..., list[ForwardRun]]
+) -> None:
+    runs = forward(mesh, ODD)
+    tp = mesh_degrees(mesh).tp
+    for first in range(0, len(runs), tp):
+        # Two branches, each through every block.
+        assert len(runs[first].residuals) == 2 * TINY_TRANSFORMER.num_layers
+        for other in runs[first + 1 : first + tp]:
+            assert all(map(torch.equal, runs[first].residuals, other.residuals))
+
+
+def test_residuals_differ_on_tensor_parallel_ranks_without_the_sum(
+    forward: Callable[..., list[ForwardRun]],
+) -> None:
+    first, other = forward("tp2", TEXT, rank_programs.row_without_sum)
+    assert not any(map(torch.equal, first.residuals, other.residuals))
+
+
+def line(op: str, axis: str, calls: int, bytes: int) -> LedgerLine:
+    return LedgerLine(op=op, axis=axis, dtype="float32", calls=calls, bytes=bytes)
+
+
+# ODD: 27 tokens of width 512 in 4 heads of 128, 2 blocks, 2 branches, 4 bytes each number.
+BLOCKS, BRANCHES, ITEM = 2, 2, 4
+
+
+def test_ledger_of_tensor_parallel_forward(forward: Callable[..., list[ForwardRun]]) -> None:
+    run = forward("tp2", ODD)[0]
+    rows = 3 * 27 * 512  # self o, cross o, ffn.2
+    norms = 27 * 2 + 27  # q and k of self-attention fused, q of cross-attention
+    per_branch = BLOCKS * (rows + norms) * ITEM
+    assert run.ledger == (line("all_reduce", "tp", BRANCHES * BLOCKS * 5, BRANCHES * per_branch),)
+    text = BRANCHES * BLOCKS * TEXT_TOKENS * ITEM  # k of cross-attention, once per prompt
+    assert run.text_ledger == (line("all_reduce", "tp", BRANCHES * BLOCKS, text),)
+
+
+def test_ledger_of_ulysses_forward(forward: Callable[..., list[ForwardRun]]) -> None:
+    for run, own in zip(forward("ulysses2", ODD), (14, 13), strict=True):
+        qkv = 3 * own * 512
+        output = 27 * 256  # all tokens, half of the heads
+        sent = BRANCHES * BLOCKS * (qkv + output) * ITEM
+        assert run.ledger == (line("all_to_all", "ulysses", BRANCHES * BLOCKS * 2, sent),)
+        assert run.text_ledger == ()
+
+
+def test_ledger_of_guidance_exchange(forward: Callable[..., list[ForwardRun]]) -> None:
+    for run in forward("cfg2", ODD):
+        assert run.ledger == (line("all_gather", "cfg", 1, 27 * 192 * ITEM),)
+    run = forward("cfg2-ulysses2-tp2", ODD)[0]
+    exchanges = [entry for entry in run.ledger if entry.axis == "cfg"]
+    assert exchanges == [line("all_gather", "cfg", 1, 14 * 192 * ITEM)]
+
+
+def test_ledger_of_single_process_is_empty(forward: Callable[..., list[ForwardRun]]) -> None:
+    (run,) = forward("single", ODD)
+    assert run.ledger == run.text_ledger == ()
+
+
+def test_ledger_equals_what_torch_was_asked_for(rank_pool: RankPool, spec: ModelSpec) -> None:
+    inputs = ODD.inputs(TINY_TRANSFORMER)
+    answers = rank_pool.run(8, rank_programs.count_collectives, "cfg2-ulysses2-tp2", spec, inputs)
+    for rank, (seen, ledger) in enumerate(answers):
+        booked = {op: (0, 0) for op in seen}
+        for entry in ledger:
+            name = "all_to_all_single" if entry.op == "all_to_all" else entry.op
+            calls, sent = booked[name]
+            booked[name] = (calls + entry.calls, sent + entry.bytes)
+        # The gather of the result: this rank's 14 or 13 tokens, once for each of two ranks.
+        calls, sent = booked["all_to_all_single"]
+        own = (14, 13)[rank // 2 % 2]
+        booked["all_to_all_single"] = (calls + 1, sent + 2 * own * 192 * ITEM)
+        assert booked == seen
+
+
+def test_compiled_blocks_match_and_send_the_same(
+    forward: Callable[..., list[ForwardRun]], single: dict[str, Tensor]
+) -> None:
+    plain = forward("ulysses2-tp2", ODD)
+    compiled = forward("ulysses2-tp2", ODD, backend="aot_eager")
+    expected = single[f"{ODD.name}, one forward"]
+    for run, other in zip(compiled, plain, strict=True):
+        assert relative_error(run.velocity, expected) <= FORWARD_LIMIT
+        assert run.ledger == other.ledger
+        assert run.text_ledger == other.text_ledger

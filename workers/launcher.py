@@ -1,0 +1,209 @@
+"""Runs one torchrun agent for a group, without a port that other machines could reach.
+
+    python -m workers.launcher --folder F --lifeline FD --ranks N --device cpu|cuda --mesh M
+    --runner MODULE:FUNCTION
+
+Covered: rendezvous over a file instead of torch's store, which listens on every interface and
+unpickles what it reads; the end of everything, private folder included, when ComfyUI goes away (the
+lifeline, a pipe that only ComfyUI holds open). Not covered: several machines; restarts, because
+ComfyUI's process starts a fresh group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from comfy_wan_dist.ipc.paths import AGENT_STORE_NAME, LOG_FOLDER_NAME
+
+RENDEZVOUS = "wan-dist-file"
+MONITOR_INTERVAL_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit status: 0 if all ranks ended well."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--mesh", required=True)
+    parser.add_argument("--runner", required=True)
+    arguments = parser.parse_args()
+
+    # Before torch, whose import takes seconds.
+    watcher = threading.Thread(
+        target=watch_lifeline,
+        args=(arguments.lifeline, arguments.folder),
+        name="lifeline",
+        daemon=True,
+    )
+    watcher.start()
+    logging.basicConfig(level=logging.INFO, format="[launcher] %(levelname)s %(message)s")
+    # Shared out, unless the user has decided; torchrun would give each rank one.
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // arguments.ranks)))
+    os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
+    try:
+        return run_agent(arguments)
+    finally:
+        # The group is over, also when this happens because ComfyUI is.
+        shutil.rmtree(arguments.folder, ignore_errors=True)
+
+
+def run_agent(arguments: argparse.Namespace) -> int:
+    """Start the ranks and wait for their end."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    register_rendezvous(arguments.folder / AGENT_STORE_NAME)
+    agent_options = {
+        "--nnodes": "1",
+        "--nproc-per-node": str(arguments.ranks),
+        "--max-restarts": "0",
+        "--monitor-interval": str(MONITOR_INTERVAL_S),
+        "--rdzv-backend": RENDEZVOUS,
+        "--rdzv-id": "group",
+        "--rdzv-endpoint": "127.0.0.1",
+        "--local-addr": "127.0.0.1",
+        "--tee": "3",
+        "--log-dir": str(arguments.folder / LOG_FOLDER_NAME),
+    }
+    rank_options = {
+        "--folder": str(arguments.folder),
+        "--device": arguments.device,
+        "--mesh": arguments.mesh,
+        "--runner": arguments.runner,
+    }
+    try:
+        torchrun([*_flat(agent_options), "-m", "workers.main", *_flat(rank_options)])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        logger.error("rank %d ended with status %d; the group ends", rank, failure.exitcode)
+        return 1
+    return 0
+
+
+def register_rendezvous(store_path: Path) -> None:
+    """Make RENDEZVOUS known to torchrun: a world of one agent that meets itself over a file."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    class FileRendezvous(RendezvousHandler):
+        """The methods that torchrun asks of a rendezvous, for one agent that never meets another."""
+
+        @property
+        def use_agent_store(self) -> bool:
+            return False
+
+        def get_backend(self) -> str:
+            return RENDEZVOUS
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            store = dist.FileStore(str(store_path), -1)  # type: ignore[attr-defined]
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return "group"
+
+        def shutdown(self) -> bool:
+            return True
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        return FileRendezvous()
+
+    rendezvous_handler_registry.register(RENDEZVOUS, create)
+
+
+def watch_lifeline(lifeline: int, folder: Path) -> None:
+    """Wait until ComfyUI lets go of the pipe, then end the ranks and this process at once."""
+    while os.read(lifeline, 1):
+        pass
+    # A rank may be starting this moment: look again until none is left. One that slips through
+    # finds no socket.
+    while kill_descendants():
+        time.sleep(0.02)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def kill_descendants() -> int:
+    """SIGKILL every process below this one; how many there were. Held by pidfd, so never a stranger."""
+    killed = 0
+    for pid in descendants(os.getpid()):
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        try:
+            # Still below us now that its number cannot be reused.
+            if pid in descendants(os.getpid()):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                killed += 1
+        except OSError:
+            pass
+        finally:
+            os.close(pidfd)
+    return killed
+
+
+def descendants(ancestor: int) -> set[int]:
+    """Living processes below `ancestor`."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            status = Path("/proc", entry, "stat").read_bytes()
+        except OSError:
+            continue
+        state, parent = status.rpartition(b")")[2].split()[:2]
+        if state not in (b"Z", b"X"):
+            children.setdefault(int(parent), []).append(int(entry))
+    found: set[int] = set()
+    below = [ancestor]
+    while below:
+        for child in children.get(below.pop(), []):
+            if child not in found:
+                found.add(child)
+                below.append(child)
+    return found
+
+
+def _flat(options: dict[str, str]) -> list[str]:
+    return [part for pair in options.items() for part in pair]
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    # Taking torch down module by module would take seconds.
+    os._exit(status)

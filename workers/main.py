@@ -1,0 +1,135 @@
+"""Start-up of one rank: report to ComfyUI, join the group, build the runner, serve.
+
+The only module of the ranks that reads the environment. The order matters: the rank says hello and
+starts its lifeline before it imports torch, so that it can be told to go from its first moments on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from comfy_wan_dist.ipc.channel import SocketChannel
+from comfy_wan_dist.ipc.messages import Hello, Ready
+from comfy_wan_dist.ipc.paths import RANK_STORE_NAME, SOCKET_NAME, TOKEN_NAME
+from workers.inbox import Inbox
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.loop import Runner
+    from workers.parallel.agreement import Agreement
+
+SEND_TIMEOUT_S = 30.0
+# A rank may read its shard of a large model from slow storage while the others wait for its vote.
+VOTE_TIMEOUT = timedelta(minutes=60)
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit status: 0 after Shutdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--mesh", required=True)
+    parser.add_argument("--runner", required=True)
+    arguments = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
+
+    channel = connect(arguments.folder, rank)
+    inbox = Inbox(channel)
+    inbox.start()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+
+    from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+    from workers.loop import Loop
+
+    degrees = parse_mesh(arguments.mesh) or MeshDegrees()
+    device, agreement = join_group(
+        store_path=arguments.folder / RANK_STORE_NAME,
+        kind=arguments.device,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+    )
+    build = load_builder(arguments.runner)
+    runner = build(degrees=degrees, rank=rank, device=device)
+    loop = Loop(channel=channel, inbox=inbox, runner=runner, agreement=agreement, rank=rank)
+    channel.send(Ready(rank=rank, device=str(device)), timeout_s=SEND_TIMEOUT_S)
+    logger.info("ready on %s", device)
+    return loop.serve()
+
+
+def connect(folder: Path, rank: int) -> SocketChannel:
+    """Report to ComfyUI's process. An OSError means that it has gone."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(folder / SOCKET_NAME))
+    channel = SocketChannel(connection)
+    token = (folder / TOKEN_NAME).read_text()
+    channel.send(Hello(token=token, rank=rank, pid=os.getpid()), timeout_s=SEND_TIMEOUT_S)
+    return channel
+
+
+def join_group(
+    *, store_path: Path, kind: str, rank: int, local_rank: int, world_size: int
+) -> tuple[torch.device, Agreement]:
+    """Set up this rank's device and the process groups of the plane.
+
+    The default group serves tensors of the device (NCCL or gloo) and of the CPU (gloo). Votes have
+    a gloo group of their own, so that they cannot mix with a job's collectives.
+    """
+    import torch
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    from workers.parallel.agreement import Agreement
+
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(str(store_path), world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+    )
+    threads = torch.get_num_threads()
+    # Adopts the group just made; left to itself it would open a port.
+    state = PartialState(cpu=kind == "cpu")
+    torch.set_num_threads(threads)
+    if state.device.type != kind or (kind == "cuda" and state.device != device):
+        raise RuntimeError(
+            f"accelerate chose {state.device} for rank {rank}; it should be {device}"
+        )
+    votes = dist.new_group(backend="gloo", timeout=VOTE_TIMEOUT) if world_size > 1 else None
+    return device, Agreement(rank=rank, size=world_size, group=votes)
+
+
+def load_builder(name: str) -> Callable[..., Runner]:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    builder: Callable[..., Runner] = getattr(importlib.import_module(module), function)
+    return builder
+
+
+if __name__ == "__main__":
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    logging.shutdown()
+    # No interpreter shutdown: it would wait for collectives that may never complete.
+    os._exit(status)
