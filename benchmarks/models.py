@@ -2,12 +2,10 @@
 
 Covered: this project's model, diffusers' WanTransformer3DModel and ComfyUI's own WanModel, on the CPU, each in the
 form in which its project would run it at that dtype. Not covered: loading from files; weights are made from a seed.
-Source of the names: diffusers 0.38 `transformer_wan.py`, ComfyUI 0.3.75 `comfy/ldm/wan/model.py`.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,23 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.shards import ShardRange
-from devtools.checkpoints import transformer_weights
+from comfy_wan_dist.mesh.shards import shard_range
 from devtools.comfy_server import find_comfyui
+from devtools.references import build_diffusers_transformer
 from workers.checkpoint.load import build_model
 from workers.model.rope import rope_table
 from workers.model.tokens import patchify, token_runs
-from workers.model.wan import TextKeysValues, TokenRun, WanModel
+from workers.model.wan import TextKeysValues
 from workers.parallel.collectives import AxisGroup
+from workers.parallel.context import apply_context_parallel
 from workers.parallel.plan import parameter_slice
+from workers.sampling.denoise import Conditioning, Guidance, guided_velocity
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 TEXT_TOKENS = 512
 TIMESTEP = 750.0
+GUIDANCE_SCALE = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,24 +57,22 @@ class Inputs:
     context: Tensor
 
 
-def make_inputs(workload: Workload, *, seed: int = 0) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
+def make_inputs(workload: Workload) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
     grid, shape = workload.grid, workload.shape
+    size = (1, shape.in_dim, grid.frames, 2 * grid.rows, 2 * grid.columns)
     return Inputs(
-        latent=torch.randn(
-            1, shape.in_dim, grid.frames, 2 * grid.rows, 2 * grid.columns, generator=generator
-        ),
+        latent=torch.randn(size, generator=generator),
         context=torch.randn(1, TEXT_TOKENS, shape.text_dim, generator=generator),
     )
 
 
-def make_weights(workload: Workload) -> dict[str, Tensor]:
-    """Seeded float32 weights under their official names."""
-    return transformer_weights(workload.shape, seed=1)
-
-
 class OurForward:
-    """Our model's forward over one shard of the tokens; `shard` of a single rank is all of them."""
+    """Our model on this rank's share: its shard of the tokens, of the weights, and of the guidance branches.
+
+    With a cfg axis of size 2 a call computes this rank's branch and exchanges the predictions; else it computes
+    one branch and no guidance.
+    """
 
     def __init__(
         self,
@@ -81,94 +80,69 @@ class OurForward:
         weights: Mapping[str, Tensor],
         inputs: Inputs,
         *,
+        cfg: AxisGroup,
+        ulysses: AxisGroup,
         tp: AxisGroup,
-        shard: ShardRange,
     ) -> None:
-        self.model = _load_ours(workload, weights, tp)
-        self._context = inputs.context
-        self._tokens = patchify(inputs.latent)[:, shard.start : shard.stop].contiguous()
-        self._rope = rope_table(workload.grid, shard.start, shard.stop, device=CPU)
-        self._timesteps = torch.full((1, 1), TIMESTEP)
-        self._runs: tuple[TokenRun, ...] = token_runs(
-            (0,) * workload.grid.frames, workload.grid, shard.start, shard.stop
-        )
-        self._text: tuple[TextKeysValues, ...] = self.model.encode_text(inputs.context)
-
-    def __call__(self) -> Tensor:
-        """One step's forward: the text was encoded before, as in the denoise loop."""
-        return self._forward(self._text)
-
-    def with_text(self) -> Tensor:
-        """Forward and text encoding, which the other implementations repeat every time."""
-        return self._forward(self.model.encode_text(self._context))
-
-    def _forward(self, text: tuple[TextKeysValues, ...]) -> Tensor:
-        result: Tensor = self.model(
-            self._tokens,
-            timesteps_BR=self._timesteps,
-            runs=self._runs,
-            rope=self._rope,
-            text=text,
-        )
-        return result
-
-
-def _load_ours(workload: Workload, weights: Mapping[str, Tensor], tp: AxisGroup) -> WanModel:
-    model = build_model(workload.shape, tp=tp, dtype=workload.dtype, device=CPU)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        self._model = build_model(workload.shape, tp=tp, dtype=workload.dtype, device=CPU)
+        for name, parameter in self._model.named_parameters():
             full = weights[name]
             part = parameter_slice(name, tuple(full.shape), tp_rank=tp.rank, tp_size=tp.size)
             if part is not None:
                 full = full.narrow(part.dim, part.start, part.stop - part.start)
             parameter.copy_(full)
-    return model
+        grid = workload.grid
+        shard = shard_range(grid.tokens, parts=ulysses.size, rank=ulysses.rank)
+        apply_context_parallel(self._model, ulysses, shard)
+        self._context = inputs.context
+        self._tokens = patchify(inputs.latent)[:, shard.start : shard.stop].contiguous()
+        self._rope = rope_table(grid, shard.start, shard.stop, device=CPU)
+        self._runs = token_runs((0,) * grid.frames, grid, shard.start, shard.stop)
+        self._guidance = Guidance(scale=GUIDANCE_SCALE, planes=cfg) if cfg.size == 2 else None
+        self._text = self._model.encode_text(self._context)
+
+    def __call__(self) -> Tensor:
+        """One forward of a step, [1, L_local, P]; the text was encoded before, as in the denoise loop."""
+        return self._forward(self._text)
+
+    def with_text(self) -> Tensor:
+        """The same with the text encoded anew, as the other implementations do in every forward."""
+        return self._forward(self._model.encode_text(self._context))
+
+    def _forward(self, text: tuple[TextKeysValues, ...]) -> Tensor:
+        conditioning = Conditioning(
+            rope=self._rope, runs=self._runs, row_factors=torch.ones(1, 1), branches=(text,)
+        )
+        return guided_velocity(self._model, self._tokens, TIMESTEP, conditioning, self._guidance)
 
 
 class DiffusersForward:
-    """diffusers' model with the parameters in float32 that its loader would keep so."""
+    """diffusers' model, with those parameters in float32 that its loader keeps so."""
 
     def __init__(self, workload: Workload, weights: Mapping[str, Tensor], inputs: Inputs) -> None:
-        from diffusers import WanTransformer3DModel
-
-        shape, dtype = workload.shape, workload.dtype
-        with torch.device("meta"):
-            model = WanTransformer3DModel(
-                num_attention_heads=shape.num_heads,
-                attention_head_dim=shape.dim // shape.num_heads,
-                in_channels=shape.in_dim,
-                out_channels=shape.out_dim,
-                text_dim=shape.text_dim,
-                freq_dim=shape.freq_dim,
-                ffn_dim=shape.ffn_dim,
-                num_layers=shape.num_layers,
-            )
-        kept: list[str] = WanTransformer3DModel._keep_in_fp32_modules
-        named = {_diffusers_name(name): tensor for name, tensor in weights.items()}
-        state = {
-            name: tensor.to(torch.float32 if any(part in name.split(".") for part in kept) else dtype)
-            for name, tensor in named.items()
-        }
-        model.load_state_dict(state, strict=True, assign=True)
-        model.rope = type(model.rope)(shape.dim // shape.num_heads, model.config.patch_size, 1024)
-        self.model = model.eval()
-        self._latent = inputs.latent.to(dtype)
-        self._context = inputs.context.to(dtype)
+        self.model = build_diffusers_transformer(workload.shape, weights)
+        kept: list[str] = self.model._keep_in_fp32_modules
+        for name, parameter in self.model.named_parameters():
+            if not set(kept) & set(name.split(".")):
+                parameter.data = parameter.data.to(workload.dtype)
+        self._latent = inputs.latent.to(workload.dtype)
+        self._context = inputs.context.to(workload.dtype)
         self._timestep = torch.full((1,), TIMESTEP)
 
     def __call__(self) -> Tensor:
-        (velocity,) = self.model(self._latent, self._timestep, self._context, return_dict=False)
-        tensor: Tensor = velocity
-        return tensor
+        velocity: Tensor = self.model(
+            self._latent, self._timestep, self._context, return_dict=False
+        )[0]
+        return velocity
 
 
 class ComfyForward:
-    """ComfyUI's model without weight casting and with torch's attention, its faster settings on the CPU."""
+    """ComfyUI's model without weight casting and with torch's attention: its fastest settings on the CPU."""
 
     def __init__(self, workload: Workload, weights: Mapping[str, Tensor], inputs: Inputs) -> None:
         operations, model_class = _import_comfyui()
-        shape, dtype = workload.shape, workload.dtype
-        model: nn.Module = model_class(
+        shape = workload.shape
+        self._model = model_class(
             model_type="t2v",
             in_dim=shape.in_dim,
             out_dim=shape.out_dim,
@@ -179,55 +153,30 @@ class ComfyForward:
             num_heads=shape.num_heads,
             num_layers=shape.num_layers,
             device=CPU,
-            dtype=dtype,
+            dtype=workload.dtype,
             operations=operations,
-        )
-        model.load_state_dict(dict(weights), strict=True)
-        self.model = model.eval()
-        self._latent = inputs.latent.to(dtype)
-        self._context = inputs.context.to(dtype)
+        ).eval()
+        self._model.load_state_dict(weights)
+        self._latent = inputs.latent.to(workload.dtype)
+        self._context = inputs.context.to(workload.dtype)
         self._timestep = torch.full((1,), TIMESTEP)
 
     def __call__(self) -> Tensor:
-        tensor: Tensor = self.model(self._latent, self._timestep, self._context)
-        return tensor
+        velocity: Tensor = self._model(self._latent, self._timestep, self._context)
+        return velocity
 
 
 def _import_comfyui() -> tuple[Any, Any]:
+    """ComfyUI's plain operations and its Wan model class, set as by `--cpu --use-pytorch-cross-attention`."""
     for folder in (find_comfyui(ROOT), ROOT / "devtools" / "stubs"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    # As `main.py --cpu --use-pytorch-cross-attention` would do; other modules read it when imported.
     from comfy.cli_args import args
 
+    # Before other modules are imported: they read these when they are.
     args.cpu = True
     args.use_pytorch_cross_attention = True
     import comfy.ops
     from comfy.ldm.wan.model import WanModel as ComfyWanModel
 
     return comfy.ops.disable_weight_init, ComfyWanModel
-
-
-_DIFFUSERS_NAMES = (
-    (r"text_embedding\.0", "condition_embedder.text_embedder.linear_1"),
-    (r"text_embedding\.2", "condition_embedder.text_embedder.linear_2"),
-    (r"time_embedding\.0", "condition_embedder.time_embedder.linear_1"),
-    (r"time_embedding\.2", "condition_embedder.time_embedder.linear_2"),
-    (r"time_projection\.1", "condition_embedder.time_proj"),
-    (r"head\.modulation", "scale_shift_table"),
-    (r"head\.head", "proj_out"),
-    (r"\.modulation$", ".scale_shift_table"),
-    (r"\.self_attn\.", ".attn1."),
-    (r"\.cross_attn\.", ".attn2."),
-    (r"\.([qkv])\.(weight|bias)$", r".to_\1.\2"),
-    (r"\.o\.(weight|bias)$", r".to_out.0.\1"),
-    (r"\.norm3\.", ".norm2."),
-    (r"\.ffn\.0\.", ".ffn.net.0.proj."),
-    (r"\.ffn\.2\.", ".ffn.net.2."),
-)
-
-
-def _diffusers_name(name: str) -> str:
-    for pattern, replacement in _DIFFUSERS_NAMES:
-        name = re.sub(pattern, replacement, name)
-    return name

@@ -45,7 +45,9 @@ def model_path(folder: str, name: str) -> str:
     """Full path of a model file. Raises ConfigError when it is gone."""
     path = folder_paths.get_full_path(folder, name)
     if path is None:
-        raise ConfigError(f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again")
+        raise ConfigError(
+            f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again"
+        )
     return str(path)
 
 
@@ -66,7 +68,9 @@ def conditioning_path(name: str) -> Path:
     base = Path(folder_paths.get_directory_by_type(label or "input")).resolve()
     path = (base / bare).resolve()
     if not path.is_relative_to(base) or not path.is_file():
-        raise ConfigError(f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list")
+        raise ConfigError(
+            f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list"
+        )
     return path
 
 
@@ -128,7 +132,9 @@ def list_schedulers() -> list[str]:
     return [*comfy.samplers.SCHEDULER_NAMES, OFFICIAL_SCHEDULER]
 
 
-def build_schedule(*, sampler: str, scheduler: str, steps: int, shift: float, denoise: float) -> Schedule:
+def build_schedule(
+    *, sampler: str, scheduler: str, steps: int, shift: float, denoise: float
+) -> Schedule:
     """Sigmas exactly as a stock KSampler behind ModelSamplingSD3(shift) would use them, or Wan's official ones.
 
     Empty for denoise 0, where KSampler returns its input.
@@ -138,14 +144,23 @@ def build_schedule(*, sampler: str, scheduler: str, steps: int, shift: float, de
     if scheduler == OFFICIAL_SCHEDULER:
         return wan_official(steps, shift, denoise=denoise)
     if scheduler not in comfy.samplers.SCHEDULER_NAMES:
-        raise ConfigError(f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}")
+        raise ConfigError(
+            f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}"
+        )
     # The official solver is unknown to KSampler; it takes all sigmas, as euler does.
     known = "euler" if sampler == "wan_unipc" else sampler
     stock = comfy.samplers.KSampler(
-        _FlowModel(shift), steps, torch.device("cpu"), sampler=known, scheduler=scheduler, denoise=denoise
+        _FlowModel(shift),
+        steps,
+        torch.device("cpu"),
+        sampler=known,
+        scheduler=scheduler,
+        denoise=denoise,
     )
     sigmas = tuple(stock.sigmas.tolist())
-    return Schedule(sigmas=sigmas, timesteps=flow_timesteps(sigmas))
+    return Schedule(
+        sigmas=sigmas, timesteps=flow_timesteps(sigmas), start=sigmas[0] if sigmas else 0.0
+    )
 
 
 class _FlowModel:
@@ -184,7 +199,9 @@ def latent_samples(latent: Latent) -> Tensor:
     """The samples of a LATENT. Raises ConfigError for what is no plain 5-dim Wan2.2 latent."""
     samples = latent.get("samples")
     if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
-        raise ConfigError("the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent")
+        raise ConfigError(
+            "the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        )
     channels = comfy.latent_formats.Wan22.latent_channels
     if samples.dim() != 5 or samples.shape[1] != channels:
         raise ConfigError(
@@ -194,13 +211,18 @@ def latent_samples(latent: Latent) -> Tensor:
     return samples.to("cpu", torch.float32)
 
 
-def prepare_sampling(latent: Latent, *, seed: int, sampler: str, schedule: Schedule) -> SamplingTensors:
+def prepare_sampling(
+    latent: Latent, *, seed: int, sampler: str, schedule: Schedule
+) -> SamplingTensors:
     """Noise, normalise and mask a LATENT as a stock KSampler does for this seed and these sigmas."""
     samples = latent_samples(latent)
     noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
-    clean = comfy.latent_formats.Wan22().process_in(samples) if torch.count_nonzero(samples) else samples
-    start = schedule.sigmas[0]
+    clean = (
+        comfy.latent_formats.Wan22().process_in(samples)
+        if torch.count_nonzero(samples)
+        else samples
+    )
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
@@ -209,7 +231,7 @@ def prepare_sampling(latent: Latent, *, seed: int, sampler: str, schedule: Sched
         if bool((mask == mask[:, :1]).all()):
             mask = mask[:, :1]
     return SamplingTensors(
-        noisy=start * noise + (1 - start) * clean,
+        noisy=schedule.start * noise + (1 - schedule.start) * clean,
         clean=clean if mask is not None else None,
         mask=mask,
         frame_mask=frame_mask,
@@ -267,8 +289,11 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
 
 def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
     """Scale and centre-crop images [F, H, W, 3+] as Wan22ImageToVideoLatent does; returns [F, height, width, 3]."""
-    scaled = comfy.utils.common_upscale(images[..., :3].movedim(-1, 1), width, height, "bilinear", "center")
-    return scaled.movedim(1, -1).to("cpu", torch.float32).contiguous()
+    scaled = comfy.utils.common_upscale(
+        images[..., :3].movedim(-1, 1), width, height, "bilinear", "center"
+    )
+    fitted: Tensor = scaled.movedim(1, -1).to("cpu", torch.float32).contiguous()
+    return fitted
 
 
 def mean_latent(like: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ VERSION = "1"
 
 def save(path: Path, embedding: Tensor) -> None:
     """Write `embedding` [1, S, 4096]."""
-    save_file({"cond": embedding.to(torch.float32).contiguous()}, path, metadata={VERSION_KEY: VERSION})
+    save_file(
+        {"cond": embedding.to(torch.float32).contiguous()}, path, metadata={VERSION_KEY: VERSION}
+    )
 
 
 def load(path: Path) -> Tensor:
@@ -33,7 +35,9 @@ def load(path: Path) -> Tensor:
                 )
             embedding: Tensor = file.get_tensor("cond")
     except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{path.name} cannot be read as a conditioning file: {error}") from error
+        raise ModelFileError(
+            f"{path.name} cannot be read as a conditioning file: {error}"
+        ) from error
     if embedding.dim() != 3 or embedding.shape[0] != 1 or embedding.shape[-1] != TEXT_DIM:
         raise ModelFileError(
             f"{path.name} holds an embedding of shape {list(embedding.shape)}; it must be [1, tokens, {TEXT_DIM}]: "

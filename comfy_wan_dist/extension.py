@@ -20,6 +20,13 @@ async def comfy_entrypoint() -> ComfyExtension:
 
     class WanDistExtension(ComfyExtension):
         async def get_node_list(self) -> list[type[io.ComfyNode]]:
-            return [LoadModel, Sampler, VAEDecode, ImageToVideoLatent, SaveConditioning, LoadConditioning]
+            return [
+                LoadModel,
+                Sampler,
+                VAEDecode,
+                ImageToVideoLatent,
+                SaveConditioning,
+                LoadConditioning,
+            ]
 
     return WanDistExtension()

@@ -57,7 +57,9 @@ def resolve_model(handle: ModelHandle, *, visible_cuda: int, guided: bool) -> Re
     if degrees is None:
         degrees = choose_mesh(file.shape, device_count=devices.count, guided=guided)
     validate_model(degrees, file.shape)
-    dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype)
+    dtype = resolve_dtype(
+        handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype
+    )
     return ResolvedModel(
         spec=ModelSpec(
             path=file.file.path,

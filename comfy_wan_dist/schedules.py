@@ -29,10 +29,12 @@ class Schedule:
 
     sigmas: N + 1 noise levels in [0, 1], falling; the last is where the run ends.
     timesteps: N values in [0, 1000], what the model is told at sigmas[0 ... N-1].
+    start: share of noise in the latent that the run begins with, [0, 1].
     """
 
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
+    start: float
 
 
 def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
@@ -54,7 +56,7 @@ def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
     if not denoise <= 1:  # NaN fails this as well
         raise ConfigError(f"denoise is {denoise}, but must lie between 0 and 1.")
     if denoise <= 0:
-        return Schedule(sigmas=(), timesteps=())
+        return Schedule(sigmas=(), timesteps=(), start=0.0)
     # ComfyUI takes what is above 0.9999 for 1.
     full_steps = steps if denoise > 0.9999 else int(steps / denoise)
     increment = -_OFFICIAL_FIRST_SIGMA / full_steps
@@ -63,7 +65,11 @@ def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
         u = index * increment + _OFFICIAL_FIRST_SIGMA
         sigmas.append(shift * u / (1 + (shift - 1) * u))
     timesteps = [float(int(sigma * TRAIN_TIMESTEPS)) for sigma in sigmas]
-    return Schedule(sigmas=(*sigmas[-steps:], 0.0), timesteps=tuple(timesteps[-steps:]))
+    return Schedule(
+        sigmas=(*sigmas[-steps:], 0.0),
+        timesteps=tuple(timesteps[-steps:]),
+        start=1.0 if full_steps == steps else sigmas[-steps],
+    )
 
 
 def flow_timesteps(sigmas: Sequence[float]) -> tuple[float, ...]:

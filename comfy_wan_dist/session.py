@@ -1,9 +1,9 @@
 """One job of one node: find or start the group, hand the request over, wait for it as a ComfyUI node should.
 
-    async with session.open_session(degrees, devices) as job:
-        request = DecodeRequest(id=job.id, ..., latent=job.send(latent), result=job.reserve(shape))
-        await job.run(request)
-        images = job.tensor(request.result)
+async with session.open_session(degrees, devices) as job:
+    request = DecodeRequest(id=job.id, ..., latent=job.send(latent), result=job.reserve(shape))
+    await job.run(request)
+    images = job.tensor(request.result)
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Session:
                 bar.update(progress.done, progress.total)
 
         answers = await self._group.run(
-            request, self._parcel.fds, on_progress=show, check_interrupt=comfy_adapter.check_interrupt
+            request,
+            self._parcel.fds,
+            on_progress=show,
+            check_interrupt=comfy_adapter.check_interrupt,
         )
         logger.info(
             "[wan-dist] %s on mesh %s: %.2f s, %d bytes read from disk",

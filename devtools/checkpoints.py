@@ -17,30 +17,40 @@ TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=2, in_dim=48, out_
 TINY_VAE = VAEConfig(z_dim=48, encoder_dim=16, decoder_dim=16)
 
 
-def transformer_weights(shape: WanShape, *, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def transformer_weights(
+    shape: WanShape, *, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Seeded weights in which every parameter matters: norms and biases are not at their identity values."""
     return _random_weights(expected_parameters(shape), seed=seed, dtype=dtype)
 
 
-def vae_weights(config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def vae_weights(
+    config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     return _random_weights(expected_shapes(config), seed=seed, dtype=dtype)
 
 
-def write_transformer(path: Path, shape: WanShape, *, seed: int, dtype: torch.dtype = torch.float32) -> None:
+def write_transformer(
+    path: Path, shape: WanShape, *, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     save_file(transformer_weights(shape, seed=seed, dtype=dtype), path)
 
 
-def write_vae(path: Path, config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32) -> None:
+def write_vae(
+    path: Path, config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
+) -> None:
     save_file(vae_weights(config, seed=seed, dtype=dtype), path)
 
 
-def _random_weights(shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def _random_weights(
+    shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: _value(name, shape, generator).to(dtype) for name, shape in shapes.items()}
 
 
 def _value(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    noise = torch.randn(shape, generator=generator)
+    noise: Tensor = torch.randn(shape, generator=generator)
     if "norm" in name or name.endswith("gamma"):
         return noise * 0.1 + (0 if name.endswith("bias") else 1)
     if name.endswith("modulation"):

@@ -1,8 +1,8 @@
-"""A real ComfyUI, headless on the CPU, with packs linked in, driven over HTTP and WebSocket.
+"""A real ComfyUI, headless, with packs linked in, driven over HTTP and WebSocket.
 
 Covered: start on a free loopback port, queue a prompt and collect its events, interrupt, free,
 upload, view, stop or kill. Every wait has a deadline, and the server dies with the process that
-started it. Not covered: the browser front end, GPUs. One object may be used from several threads.
+started it. Not covered: the browser front end. One object may be used from several threads.
 Source: the routes of ComfyUI's server.py, alike from 0.3.64 to 0.8.0.
 """
 
@@ -117,7 +117,8 @@ class ComfyServer:
     """One ComfyUI process. Use as a context manager, or call start() and stop().
 
     `base` is its base directory (models/, input/, output/ ... are made in it), `packs` maps folder
-    names in custom_nodes to packs, `env` goes on top of this process's environment.
+    names in custom_nodes to packs, `env` goes on top of this process's environment. `use_gpu` lets
+    ComfyUI use the machine's GPUs; else it runs on the CPU.
     """
 
     comfyui: Path
@@ -126,6 +127,7 @@ class ComfyServer:
     extra_args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     python: str = sys.executable
+    use_gpu: bool = False
     start_timeout_s: float = 120.0
     url: str = field(default="", init=False)
     startup_s: float = field(default=0.0, init=False)
@@ -211,7 +213,11 @@ class ComfyServer:
 
     def _spawn(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        command = [self.python, str(self.comfyui / "main.py"), "--cpu"]
+        command = [
+            self.python,
+            str(self.comfyui / "main.py"),
+            *(() if self.use_gpu else ("--cpu",)),
+        ]
         command += ["--listen", "127.0.0.1", "--port", str(port)]
         command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
         command += ["--front-end-root", str(HERE / "stubs_web"), "--disable-auto-launch"]

@@ -92,21 +92,22 @@ class Case:
     batch: int = 1
     frame_mask: tuple[tuple[float, ...], ...] | None = None
 
-    def inputs(self, shape: WanShape) -> Inputs:
+    def inputs(self, shape: WanShape, *, is_guided: bool = True) -> Inputs:
         """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns."""
         generator = torch.Generator().manual_seed(17)
         size = (self.batch, shape.in_dim, self.frames, self.height, self.width)
         noisy, clean = (torch.randn(size, generator=generator) for _ in range(2))
         text = (1, TEXT_TOKENS, shape.text_dim)
         cond, uncond = (torch.randn(text, generator=generator) for _ in range(2))
+        negative = uncond if is_guided else None
         if self.frame_mask is None:
-            return Inputs(noisy=noisy, cond=cond, uncond=uncond)
+            return Inputs(noisy=noisy, cond=cond, uncond=negative)
         mask = torch.zeros(self.batch, 1, *size[2:])
         for sample, factors in enumerate(self.frame_mask):
             for frame, factor in enumerate(factors):
                 mask[sample, :, frame, :, : round(factor * self.width)] = 1
         return Inputs(
-            noisy=noisy, cond=cond, uncond=uncond, clean=clean, mask=mask, frame_mask=mask.mean((1, 3, 4))
+            noisy=noisy, cond=cond, uncond=negative, clean=clean, mask=mask, frame_mask=mask.mean((1, 3, 4))
         )
 
 

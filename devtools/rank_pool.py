@@ -79,6 +79,10 @@ class RankPool:
     def close(self) -> None:
         for rank in self._ranks:
             rank.pipe.close()
+        # An idle rank sees the end of its pipe and exits; one that hangs is killed.
+        deadline = time.monotonic() + 5
+        for rank in self._ranks:
+            rank.process.join(max(0, deadline - time.monotonic()))
             rank.process.kill()
             rank.process.join(10)
         self._ranks.clear()

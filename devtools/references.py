@@ -49,7 +49,7 @@ def build_diffusers_transformer(shape: WanShape, weights: Mapping[str, Tensor]) 
         num_layers=shape.num_layers,
         cross_attn_norm=True,
     )
-    reference.load_state_dict({_renamed(name, TRANSFORMER_NAMES): value for name, value in weights.items()})
+    reference.load_state_dict({renamed(name, TRANSFORMER_NAMES): value for name, value in weights.items()})
     return reference.eval().requires_grad_(False)
 
 
@@ -71,7 +71,7 @@ def build_diffusers_vae(config: VAEConfig, weights: Mapping[str, Tensor]) -> Any
         scale_factor_spatial=16,
     )
     names = _vae_names(config)
-    reference.load_state_dict({_renamed(name, names): value for name, value in weights.items()})
+    reference.load_state_dict({renamed(name, names): value for name, value in weights.items()})
     return reference.eval().requires_grad_(False)
 
 
@@ -98,7 +98,7 @@ def _vae_names(config: VAEConfig) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+def renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name

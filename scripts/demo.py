@@ -1,12 +1,13 @@
 """Make a small video through a real ComfyUI and a worker group of several ranks: `make demo`.
 
-Covered: a seeded checkpoint of the real architecture but of toy size, its VAE, a start image and two prompt
-embeddings are written below out/demo; a headless ComfyUI with this pack runs example_workflows/api/demo.json on a
-mesh of guidance and context parallelism; the video is copied to out/demo.mp4. Ranks run on all GPUs where there are
-four or more, else on the CPU. Not covered: pictures worth looking at. The weights are random, so the video is noise.
+Covered: a seeded checkpoint of the real architecture but of toy size, its VAE, a start image and
+two prompt embeddings are written below out/demo; a headless ComfyUI with this pack runs
+example_workflows/api/demo.json on a mesh of guidance and context parallelism; the video is copied
+to out/demo.mp4. Its ranks run on all GPUs where there are four or more, else on the CPU. Not
+covered: pictures worth looking at: the weights are random, so the video is noise.
 
-The last line of the output is one JSON object; frames, width and height in it are read from the video, ranks from
-the log of the worker group.
+The last line of the output is one JSON object; frames, width and height in it are read from the
+video, ranks from the log of the worker group.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ TEXT_TOKENS = 512
 SEED = 42
 MIN_GPUS = 4
 RUN_TIMEOUT_S = 300.0
-
 INPUT_SIZE = (512, 320)
 
 
@@ -54,29 +53,18 @@ class DemoError(Exception):
     """The demo did not come to its end; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """The mesh and the devices of the demo, as the loader's widgets take them."""
-
-    mesh: str
-    devices: str
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.devices.startswith("cpu")
-
-
 def main() -> int:
     """Run the demo; returns the exit status."""
     started = time.monotonic()
     try:
         prompt = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-        spread = choose_spread(inputs_of(prompt, "WanDistLoadModel"))
-        inputs_of(prompt, "WanDistLoadModel").update(mesh=spread.mesh, devices=spread.devices)
-        say(f"mesh {spread.mesh} on {spread.devices}; the model is tiny and its weights are random: expect noise")
+        loader = inputs_of(prompt, "WanDistLoadModel")
+        use_gpu = use_gpus_if_enough(loader)
+        say(f"mesh {loader['mesh']} on {loader['devices']}")
+        say("the model is tiny and its weights are random, so the video will be noise")
         write_files(prompt)
-        summary = make_video(prompt, spread)
-    except (DemoError, ComfyServerError, WanDistError, TimeoutError, OSError) as error:
+        summary = make_video(prompt, mesh=loader["mesh"], use_gpu=use_gpu)
+    except (DemoError, ComfyServerError, WanDistError, av.FFmpegError, OSError) as error:
         print(f"demo: failed: {error}", file=sys.stderr)
         return 1
     summary["seconds"] = round(time.monotonic() - started, 1)
@@ -85,13 +73,14 @@ def main() -> int:
     return 0
 
 
-def choose_spread(loader: Mapping[str, Any]) -> Spread:
-    """What the workflow says, for the CPU; the mesh that `auto` would choose where there are GPUs enough."""
+def use_gpus_if_enough(loader: dict[str, Any]) -> bool:
+    """Spread the model over all GPUs, if there are enough, as the mesh `auto` would."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus < MIN_GPUS:
-        return Spread(mesh=loader["mesh"], devices=loader["devices"])
-    degrees = choose_mesh(TRANSFORMER, device_count=gpus, guided=True)
-    return Spread(mesh=str(degrees), devices="all")
+        return False
+    loader["mesh"] = str(choose_mesh(TRANSFORMER, device_count=gpus, guided=True))
+    loader["devices"] = "all"
+    return True
 
 
 def write_files(prompt: Mapping[str, Any]) -> None:
@@ -101,7 +90,8 @@ def write_files(prompt: Mapping[str, Any]) -> None:
     folders = {name: BASE / name for name in ("models/diffusion_models", "models/vae", "input")}
     for folder in folders.values():
         folder.mkdir(parents=True)
-    loader, latent = inputs_of(prompt, "WanDistLoadModel"), inputs_of(prompt, "WanDistImageToVideoLatent")
+    loader = inputs_of(prompt, "WanDistLoadModel")
+    latent = inputs_of(prompt, "WanDistImageToVideoLatent")
 
     weights = transformer_weights(TRANSFORMER, seed=SEED)
     save_file(weights, folders["models/diffusion_models"] / loader["model_name"])
@@ -113,7 +103,7 @@ def write_files(prompt: Mapping[str, Any]) -> None:
             embedding = torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=generator)
             save(folders["input"] / node["inputs"]["file"].removesuffix(" [input]"), embedding)
     parameters = sum(weight.numel() for weight in weights.values())
-    say(f"wrote a transformer of {parameters / 1e6:.0f} M parameters, its VAE, an image and two embeddings to {BASE}")
+    say(f"wrote a transformer of {parameters / 1e6:.0f} M parameters, its VAE and inputs to {BASE}")
 
 
 def start_image() -> Image.Image:
@@ -136,9 +126,11 @@ def start_image() -> Image.Image:
     return picture.filter(ImageFilter.GaussianBlur(1))
 
 
-def make_video(prompt: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
+def make_video(prompt: Mapping[str, Any], *, mesh: str, use_gpu: bool) -> dict[str, Any]:
     """Start ComfyUI, run the workflow, stop ComfyUI; returns what the video and the log say."""
-    server = ComfyServer(comfyui=find_comfyui(ROOT), base=BASE, packs={PACK_FOLDER: ROOT})
+    server = ComfyServer(
+        comfyui=find_comfyui(ROOT), base=BASE, packs={PACK_FOLDER: ROOT}, use_gpu=use_gpu
+    )
     say("starting ComfyUI ...")
     with server:
         say(f"ComfyUI answers after {server.startup_s:.1f} s; queueing {WORKFLOW.name}")
@@ -153,8 +145,8 @@ def make_video(prompt: Mapping[str, Any], spread: Spread) -> dict[str, Any]:
         "frames": frames,
         "width": width,
         "height": height,
-        "mesh": spread.mesh,
-        "ranks": ready_ranks(BASE / "user" / "wan_dist_logs" / f"{spread.mesh}.log"),
+        "mesh": mesh,
+        "ranks": ready_ranks(BASE / "user" / "wan_dist_logs" / f"{mesh}.log"),
     }
 
 
@@ -169,7 +161,9 @@ class ProgressPrinter:
         if event.kind == "executing" and title:
             say(title)
         elif event.kind == "progress" and title:
-            say(f"  {title}: {event.data['value']} of {event.data['max']}")
+            value, total = event.data["value"], event.data["max"]
+            # A model that loads is counted in per cent.
+            say(f"  loading: {value} %" if total == 100 else f"  {value} of {total}")
 
 
 def saved_video(outputs: Mapping[str, Any]) -> dict[str, str]:

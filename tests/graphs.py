@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from PIL import Image
 from comfy_wan_dist import conditioning_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, write_transformer, write_vae
 
+MODELS, VAES = "models/diffusion_models", "models/vae"
 MODEL, VAE, IMAGE = "tiny_wan.safetensors", "tiny_vae.safetensors", "start.png"
 POSITIVE, NEGATIVE = "positive.safetensors", "negative.safetensors"
 
@@ -18,16 +23,37 @@ Graph = dict[str, dict[str, Any]]
 
 
 def write_files(base: Path) -> None:
-    """Put a tiny transformer, VAE, two prompts and a start image where a ComfyUI with this base looks for them."""
-    for folder in ("models/diffusion_models", "models/vae", "input"):
+    """Put a tiny transformer, VAE, two prompts and a start image where a ComfyUI with this base looks for them.
+
+    Files that are there stay as they are, so that a group need not load them again.
+    """
+    for folder in (MODELS, VAES, "input"):
         (base / folder).mkdir(parents=True, exist_ok=True)
-    write_transformer(base / "models/diffusion_models" / MODEL, TINY_TRANSFORMER, seed=1)
-    write_vae(base / "models/vae" / VAE, TINY_VAE, seed=2)
+    if (base / MODELS / MODEL).exists():
+        return
+    write_vae(base / VAES / VAE, TINY_VAE, seed=2)
     generator = torch.Generator().manual_seed(3)
     for name in (POSITIVE, NEGATIVE):
         conditioning_file.save(base / "input" / name, torch.randn(1, 24, 4096, generator=generator))
     pixels = torch.randint(0, 255, (48, 80, 3), generator=generator, dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(base / "input" / IMAGE)
+    write_transformer(base / MODELS / MODEL, TINY_TRANSFORMER, seed=1)
+
+
+def write_hollow_file(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: str = "BF16"
+) -> None:
+    """A whole safetensors file of zeros that take no room on the disk, however large its tensors are."""
+    item_bytes = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * item_bytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(file.tell() + end)
 
 
 def image_to_video(
@@ -51,12 +77,17 @@ def image_to_video(
 ) -> Graph:
     """Loader, start image, sampler, decoder, preview. Node ids are the words used here."""
     graph: Graph = {
-        "model": _node(
-            "WanDistLoadModel", model_name=model, dtype=dtype, mesh=mesh, devices=devices, compile=False
+        "model": node(
+            "WanDistLoadModel",
+            model_name=model,
+            dtype=dtype,
+            mesh=mesh,
+            devices=devices,
+            compile=False,
         ),
-        "positive": _node("WanDistLoadConditioning", file=f"{POSITIVE} [input]"),
-        "negative": _node("WanDistLoadConditioning", file=f"{NEGATIVE} [input]"),
-        "latent": _node(
+        "positive": node("WanDistLoadConditioning", file=f"{POSITIVE} [input]"),
+        "negative": node("WanDistLoadConditioning", file=f"{NEGATIVE} [input]"),
+        "latent": node(
             "WanDistImageToVideoLatent",
             model=["model", 0],
             vae_name=VAE,
@@ -66,7 +97,7 @@ def image_to_video(
             batch_size=batch_size,
             vae_dtype="float32",
         ),
-        "sampler": _node(
+        "sampler": node(
             "WanDistSampler",
             model=["model", 0],
             positive=["positive", 0],
@@ -80,20 +111,42 @@ def image_to_video(
             shift=shift,
             denoise=denoise,
         ),
-        "decode": _node(
+        "decode": node(
             "WanDistVAEDecode",
             model=["model", 0],
             vae_name=VAE,
             samples=["sampler", 0],
             vae_dtype="float32",
         ),
-        "preview": _node("PreviewImage", images=["decode", 0]),
+        "preview": node("PreviewImage", images=["decode", 0]),
     }
     if has_image:
-        graph["image"] = _node("LoadImage", image=IMAGE)
+        graph["image"] = node("LoadImage", image=IMAGE)
         graph["latent"]["inputs"]["start_image"] = ["image", 0]
     return graph
 
 
-def _node(class_type: str, **inputs: Any) -> dict[str, Any]:
+def sampled_latent(**options: Any) -> Graph:
+    """`image_to_video` that saves the sampled latent (node "save") and decodes nothing."""
+    graph = image_to_video(**options)
+    del graph["decode"], graph["preview"]
+    graph["save"] = save_latent("sampler")
+    return graph
+
+
+def start_latent(**options: Any) -> Graph:
+    """`image_to_video` up to the start latent: it is saved ("save") and printed ("text")."""
+    graph = image_to_video(**options)
+    for name in ("positive", "negative", "sampler", "decode", "preview"):
+        del graph[name]
+    graph["save"] = save_latent("latent")
+    graph["text"] = node("PreviewAny", source=["latent", 0])
+    return graph
+
+
+def save_latent(source: str) -> dict[str, Any]:
+    return node("SaveLatent", samples=[source, 0], filename_prefix="latents/test")
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}

@@ -1,4 +1,4 @@
-"""A runner for tests of the group: a DecodeRequest's `vae.path` says what to do, and its tensors are echoed.
+"""A runner for tests of the group: a DecodeRequest's `vae.path` says what to do.
 
 echo            result = latent + 1
 sleep:N         N steps of 50 ms with a vote on stopping after each

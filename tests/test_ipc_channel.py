@@ -163,9 +163,7 @@ def test_receive_joins_single_bytes(raw_and_channel: tuple[socket.socket, Socket
 
 def test_send_and_receive_a_frame_larger_than_the_socket_holds() -> None:
     one, other = map(SocketChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-    message = Failed(
-        id="x", rank=0, error="E", message="m" * 2_000_000, traceback="", fatal=False
-    )
+    message = Failed(id="x", rank=0, error="E", message="m" * 2_000_000, traceback="", fatal=False)
     sender = threading.Thread(target=one.send, args=(message,), kwargs={"timeout_s": 10})
     sender.start()
     assert other.receive(10).message == message
@@ -178,9 +176,13 @@ def test_send_has_a_deadline_when_the_peer_does_not_read() -> None:
     one, other = map(SocketChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     message = Failed(id="x", rank=0, error="E", message="m" * 500_000, traceback="", fatal=False)
     started = time.monotonic()
-    with pytest.raises(TimeoutError):
+
+    def send_on() -> None:
         for _ in range(100):
             one.send(message, timeout_s=0.1)
+
+    with pytest.raises(TimeoutError):
+        send_on()
     assert time.monotonic() - started < 5
     one.close()
     other.close()
@@ -277,10 +279,14 @@ def test_receive_survives_any_bytes_and_leaks_nothing(
         if data:
             socket.send_fds(raw, [data], [null] * count)
     raw.shutdown(socket.SHUT_WR)
-    with pytest.raises((ProtocolError, ChannelClosed)):
+
+    def receive_all() -> None:
         while True:
             for fd in channel.receive(1).fds:
                 os.close(fd)
+
+    with pytest.raises((ProtocolError, ChannelClosed)):
+        receive_all()
     channel.close()
     assert open_fds() == before
     raw.close()
@@ -289,13 +295,19 @@ def test_receive_survives_any_bytes_and_leaks_nothing(
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
 @settings(deadline=None, max_examples=200)
-@given(kind=st.sampled_from(sorted(MESSAGES)) | st.text(max_size=8), body=JSON, version=st.just(PROTOCOL_VERSION) | JSON)
+@given(
+    kind=st.sampled_from(sorted(MESSAGES)) | st.text(max_size=8),
+    body=JSON,
+    version=st.just(PROTOCOL_VERSION) | JSON,
+)
 def test_decode_raises_only_protocol_errors(kind: str, body: object, version: object) -> None:
     data = json.dumps({"version": version, "kind": kind, "body": body}).encode()
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +60,7 @@ FAULTS: tuple[tuple[Fault, str, Any], ...] = (
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     path = tmp_path_factory.mktemp("parallel") / "tiny.safetensors"
     write_transformer(path, TINY_TRANSFORMER, seed=0)
-    return model_spec(Path(path))
+    return model_spec(path)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +79,10 @@ def forward(rank_pool: RankPool, spec: ModelSpec) -> Callable[..., list[ForwardR
     ) -> list[ForwardRun]:
         arguments = (mesh, spec, case.inputs(TINY_TRANSFORMER), backend)
         world_size = mesh_degrees(mesh).world_size
-        return rank_pool.run(world_size, rank_programs.with_fault, fault, forward_rank, *arguments)
+        timeout_s = 60 if backend is None else 240
+        return rank_pool.run(
+            world_size, rank_programs.with_fault, fault, forward_rank, *arguments, timeout_s=timeout_s
+        )
 
     return run
 
@@ -188,6 +190,7 @@ def test_ledger_equals_what_torch_was_asked_for(rank_pool: RankPool, spec: Model
         assert booked == seen
 
 
+@pytest.mark.timeout(300)
 def test_compiled_blocks_match_and_send_the_same(
     forward: Callable[..., list[ForwardRun]], single: dict[str, Tensor]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The reading side of a rank: a thread that sorts what the client says, and ends the process when it goes away.
+"""The reading side of a rank: sorts what the client says, and ends the process when it goes.
 
 The end of the socket means that ComfyUI is gone. The thread then ends the process at once, even
 when the main thread sits in a collective that will never complete, because nobody is left to work

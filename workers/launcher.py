@@ -105,7 +105,7 @@ def register_rendezvous(store_path: Path) -> None:
     )
 
     class FileRendezvous(RendezvousHandler):
-        """The methods that torchrun asks of a rendezvous, for one agent that never meets another."""
+        """What torchrun asks of a rendezvous, for one agent that never meets another."""
 
         @property
         def use_agent_store(self) -> bool:
@@ -115,7 +115,7 @@ def register_rendezvous(store_path: Path) -> None:
             return RENDEZVOUS
 
         def next_rendezvous(self) -> RendezvousInfo:
-            store = dist.FileStore(str(store_path), -1)  # type: ignore[attr-defined]
+            store = dist.FileStore(str(store_path), -1)
             return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
         def is_closed(self) -> bool:
@@ -152,7 +152,7 @@ def watch_lifeline(lifeline: int, folder: Path) -> None:
 
 
 def kill_descendants() -> int:
-    """SIGKILL every process below this one; how many there were. Held by pidfd, so never a stranger."""
+    """SIGKILL every process below this one, by pidfd, so never a stranger; how many it were."""
     killed = 0
     for pid in descendants(os.getpid()):
         try:

@@ -99,7 +99,7 @@ class Job:
             self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
 
     def cancel_requested(self) -> bool:
-        """Whether this rank has been told to stop. The others may not know yet: never leave a collective on it."""
+        """Whether this rank has been told to stop. The others may not know: use `agree_stop`."""
         return self._is_cancelled()
 
     def agree(self, error: Exception | None) -> None:
@@ -107,7 +107,7 @@ class Job:
         self._agreement.agree(error)
 
     def agree_stop(self) -> bool:
-        """Whether any rank has been told to stop; the same answer on every rank. Every rank must call it.
+        """Whether any rank has been told to stop; all get one answer. Every rank must call it.
 
         Once it is True, raise JobCancelled on every rank.
         """
@@ -128,7 +128,7 @@ class Loop:
         self._maps = MapCache(max_bytes=MAP_CACHE_BYTES)
 
     def serve(self) -> int:
-        """Answer requests until Shutdown (0) or until an error that the loop must not outlive (1)."""
+        """Answer requests until Shutdown (0) or an error that the loop must not outlive (1)."""
         while True:
             received = self._inbox.take()
             message = received.message

@@ -101,7 +101,7 @@ def join_group(
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend="gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.FileStore(str(store_path), world_size),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(store_path), world_size),
         rank=rank,
         world_size=world_size,
     )

@@ -17,7 +17,14 @@ from typing import TypeVar
 import torch
 
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
-from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest, JobRequest, ModelSpec, SampleRequest, VAESpec
+from comfy_wan_dist.ipc.messages import (
+    DecodeRequest,
+    EncodeRequest,
+    JobRequest,
+    ModelSpec,
+    SampleRequest,
+    VAESpec,
+)
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.header import read_model_file
@@ -93,7 +100,9 @@ class PlaneRunner:
         model = self._have_model(request.model, job)
         run = together(
             job,
-            lambda: prepare_sample(request, model, tensor=job.tensor, groups=self._groups, device=self._device),
+            lambda: prepare_sample(
+                request, model, tensor=job.tensor, groups=self._groups, device=self._device
+            ),
         )
         apply_context_parallel(model, self._groups.ulysses, run.shard)
         steps = len(request.timesteps)
@@ -121,7 +130,11 @@ class PlaneRunner:
         vae = self._have_vae(request.vae, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
         total = latent.shape[0] * latent.shape[2]
-        chunks = decode_chunks_into(vae, latent, result, device=self._device) if vae is not None else None
+        chunks = (
+            decode_chunks_into(vae, latent, result, device=self._device)
+            if vae is not None
+            else None
+        )
         for index in range(total):
             job.report("decode", index, total)
             stop_if_asked(job)

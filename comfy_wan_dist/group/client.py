@@ -113,7 +113,7 @@ class WorkerGroup:
         return Parcel(self.pool)
 
     def hold(self) -> bool:
-        """Keep the idle time-out away until `release`. False if the group has ended or is about to."""
+        """Keep the idle time-out away until `release`; False if the group ends."""
         with self._lock:
             alive = self._takes_jobs()
             self._holds += alive
@@ -132,7 +132,7 @@ class WorkerGroup:
         on_progress: ProgressCallback | None = None,
         check_interrupt: InterruptCheck | None = None,
     ) -> tuple[Done, ...]:
-        """Have `request` done and return the ranks' answers in their order, without blocking the event loop.
+        """Have `request` done; return the ranks' answers in their order. Leaves the loop free.
 
         fds: the descriptors that the request's TensorRefs count; they stay the caller's.
         on_progress, check_interrupt: called here, at least every 50 ms while waiting; what they
@@ -189,7 +189,7 @@ class WorkerGroup:
         return job.future.result()
 
     def stop(self, *, grace_s: float = SHUTDOWN_GRACE_S) -> None:
-        """End the group and wait until nothing of it is left. Jobs that are not done raise WorkerDied.
+        """End the group and wait until nothing of it is left. Its jobs raise WorkerDied.
 
         grace_s: how long the ranks may take to end by themselves. May be called twice, and after a
         death.
@@ -371,7 +371,8 @@ class WorkerGroup:
             job = self._current
             if job is not None and job.cancel_deadline is not None and now > job.cancel_deadline:
                 raise WorkerTimeout(
-                    f"the ranks did not stop within {CANCEL_TIMEOUT_S:g} s of being told to; the group was ended"
+                    f"the ranks did not stop within {CANCEL_TIMEOUT_S:g} s of being told to; "
+                    "the group was ended"
                 )
             idle_s = self.spec.idle_timeout_s
             if idle_s is None or job is not None or self._pending or self._holds:
@@ -425,7 +426,7 @@ def _attend(
 
 
 def _as_error(failures: Sequence[Failed]) -> WanDistError:
-    """The error that the ranks share: an error that names a class before a cancellation before anything else."""
+    """The error that the ranks share: a known class goes before a cancellation, then the rest."""
     for failure in failures:
         if failure.error in CONFIG_ERRORS:
             return CONFIG_ERRORS[failure.error](failure.message)

@@ -53,7 +53,7 @@ def child_environment(
 
 
 def _visible_devices(environment: Mapping[str, str], devices: DeviceList) -> str:
-    """Device indices count what ComfyUI sees, which may itself be a choice of the machine's devices."""
+    """Indices count the devices that ComfyUI sees, which may be a choice of the machine's."""
     if devices.kind == "cpu":
         return ""
     seen = environment.get("CUDA_VISIBLE_DEVICES")

@@ -40,7 +40,7 @@ class StartInterrupted(Exception):
 
 
 class GroupLog:
-    """The file that the group's processes write to. It stays; what this start wrote begins at `_start`."""
+    """The file that the group's processes write to. It stays; `tail` tells of this start only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,7 +96,7 @@ class RunningProcesses:
         return self.ranks[rank].channel
 
     def end(self, *, grace_s: float = 0.0, settle_s: float = 0.0) -> None:
-        """End all processes and free everything. Never raises for a process that does not obey, and never waits long.
+        """End all processes and free everything, in bounded time. A process that stays is logged.
 
         grace_s: how long ranks may take after Shutdown, sent only if this is positive.
         settle_s: how long the launcher may take to end by itself after a rank did, so that the log
@@ -190,8 +190,8 @@ class StartingGroup:
                 if time.monotonic() > self._deadline:
                     missing = sorted(set(range(processes.spec.world_size)) - ready)
                     raise WorkerStartError(
-                        f"the worker group was not ready within {processes.spec.start_timeout_s:g} s; rank "
-                        f"{', '.join(map(str, missing))} did not report"
+                        "the worker group was not ready within "
+                        f"{processes.spec.start_timeout_s:g} s; rank {', '.join(map(str, missing))} did not report"
                     )
                 self._step(ready)
         except WorkerStartError as error:

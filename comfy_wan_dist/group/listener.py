@@ -69,7 +69,7 @@ class Listener:
         return self._socket.fileno()
 
     def accept(self, *, launcher_pid: int) -> RankConnection | None:
-        """Take one connection and hear its Hello. None if there is none, or if it may not be here."""
+        """Take a connection and hear its Hello. None if there is none, or if it may not be here."""
         try:
             connection, _ = self._socket.accept()
         except OSError:

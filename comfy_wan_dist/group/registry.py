@@ -1,4 +1,4 @@
-"""Which worker groups run: found or started by what they are to be, ended when others need their devices.
+"""Which worker groups run: found or started by a spec, ended when others need their devices.
 
 The default registry is the only state that a module of this project holds. Who uses a group leases
 it, so that a lease for the same devices with another mesh waits its turn instead of ending a group
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Entry:
-    """One group from the decision to start it until its end. Guarded by the registry's condition."""
+    """A group from the decision to start it until its end. Guarded by the registry's condition."""
 
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
@@ -66,7 +66,7 @@ class GroupRegistry:
         self._entries: list[_Entry] = []
 
     def lease(self, spec: LaunchSpec, *, check_interrupt: InterruptCheck | None = None) -> Lease:
-        """The use of a ready group, for a `with` or an `async with` block; finds the group or starts it.
+        """The use of a ready group, for a `with` or `async with` block; finds it or starts it.
 
         Entering waits: for the start, and before it for groups on the same devices to become free
         and end. It calls `check_interrupt` at least every 50 ms; if that raises, or the coroutine
@@ -81,7 +81,7 @@ class GroupRegistry:
         return tuple(group for group in groups if group is not None and group.is_alive)
 
     def stop_all(self, *, grace_s: float = 5.0) -> None:
-        """End every group and every start, and wait until nothing of them is left. Their jobs raise WorkerDied."""
+        """End every group and start; wait until nothing is left. Their jobs raise WorkerDied."""
         with self._changed:
             entries = list(self._entries)
             for entry in entries:

@@ -42,7 +42,8 @@ class LaunchSpec:
             )
         if self.devices.count < self.degrees.plane_size:
             raise ValueError(
-                f"mesh {self.degrees} needs {self.degrees.plane_size} devices; {self.devices.count} are given"
+                f"mesh {self.degrees} needs {self.degrees.plane_size} devices; "
+                f"{self.devices.count} are given"
             )
 
     @property
@@ -58,7 +59,7 @@ class LaunchSpec:
         return self.degrees, self.used_devices, self.runner
 
     def shares_devices_with(self, other: LaunchSpec) -> bool:
-        """Whether the two cannot run side by side: a device in common, or both on the CPU, which is one."""
+        """Whether the two cannot run side by side: a common device, or both on the one CPU."""
         mine, theirs = self.used_devices, other.used_devices
         if mine.kind != theirs.kind:
             return False

@@ -1,1 +1,1 @@
-"""What both sides of the socket share: messages, the channel, tensors in shared memory, and the errors."""
+"""What both sides of the socket share: messages, channel, shared tensors, and errors."""

@@ -38,7 +38,7 @@ _RECEIVE_BYTES = 64 * 2**10
 
 
 class ChannelClosed(WanDistError):
-    """The other side has gone. A state, not a fault: each side turns it into what it means there."""
+    """The other side has gone. Each side turns this into what it means there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,7 @@ class SocketChannel:
         return _LENGTH.size + int(body)
 
     def _fill(self, frame_bytes: int, deadline: float | None) -> None:
-        """Read some bytes of the current frame, never beyond it: the next frame's descriptors come with its bytes."""
+        """Read some bytes of this frame, never beyond: the next one's descriptors come with it."""
         wanted = min(frame_bytes - len(self._data), _RECEIVE_BYTES)
         space = socket.CMSG_SPACE((MAX_FDS + 1) * _INT_BYTES)
         while True:
@@ -204,7 +204,7 @@ class _Packet:
 
 
 class MemoryChannel:
-    """One end of an in-memory pair, for tests: the same contract without a socket. Make it with `memory_pair`."""
+    """One end of a `memory_pair`, for tests: the same contract without a socket."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Names in a group's private folder, which ComfyUI's process makes and the group's processes read."""
+"""Names in a group's private folder, which both sides of the socket use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tensors in anonymous shared memory that travel as file descriptors.
 
-    client                                              rank
-    BufferPool.take -> SharedBuffer (memfd, sealed) --- descriptor ---> MapCache.adopt -> SharedBuffer
-      .tensor(ref)  = view on its mapping                                 .tensor(ref) = view on its own mapping
+    client                                             rank
+    BufferPool.take -> SharedBuffer  --- memfd --->    MapCache.adopt -> SharedBuffer
+      .tensor(ref): view on its mapping                  .tensor(ref): view on its own mapping
 
 A buffer has no name, so there is nothing to guess and nothing left behind after SIGKILL. It is
 sealed against shrinking and growing, so that no side can pull pages from under the other (SIGBUS).
@@ -61,7 +61,7 @@ _SIZE_STEP = 2**20
 
 
 class SharedBuffer:
-    """One mapping of one shared buffer. Dropping the object never invalidates tensors made from it."""
+    """One mapping of one shared buffer. Tensors made from it outlive the object."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
@@ -92,8 +92,8 @@ class SharedBuffer:
             or ref.offset + count * dtype.itemsize > self.size
         ):
             raise ProtocolError(
-                f"a {ref.dtype} tensor of shape {ref.shape} at byte {ref.offset} does not lie, aligned, in a buffer of "
-                f"{self.size} bytes"
+                f"a {ref.dtype} tensor of shape {ref.shape} at byte {ref.offset} does not lie, "
+                f"aligned, in a buffer of {self.size} bytes"
             )
         if count == 0:  # torch.frombuffer refuses it
             return torch.empty(ref.shape, dtype=dtype, device="cpu")
@@ -102,7 +102,7 @@ class SharedBuffer:
 
 
 def create_buffer(size: int) -> int:
-    """Descriptor of a new zeroed buffer of `size` bytes, closed on exec and sealed against resizing."""
+    """Descriptor of a new zeroed buffer of `size` bytes, sealed against resizing."""
     fd = os.memfd_create("comfy-wan-dist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -132,7 +132,7 @@ def map_buffer(fd: int) -> SharedBuffer:
 
 
 class BufferPool:
-    """Makes buffers and keeps used ones for the next job, up to `max_idle_bytes`. Safe from several threads."""
+    """Makes buffers and keeps used ones, up to `max_idle_bytes`. Safe from several threads."""
 
     def __init__(self, *, max_idle_bytes: int = _DEFAULT_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
@@ -210,7 +210,7 @@ class BufferPool:
             total -= size
 
     def _accept(self, size: int, fd: int) -> None:
-        """Called by the garbage collector, possibly in a thread that holds the lock: never wait for it."""
+        """Called by the garbage collector, maybe in a thread that holds the lock: never wait."""
         self._returned.append((size, fd))
         if self._lock.acquire(blocking=False):
             try:
@@ -228,7 +228,7 @@ def _return_buffer(pool_ref: weakref.ref[BufferPool], size: int, fd: int) -> Non
 
 
 class Parcel:
-    """The tensors of one job on the client's side: packs inputs, makes room for results, lends descriptors.
+    """The tensors of one job on the client's side: inputs, room for results, their descriptors.
 
     Use it as a context manager, and leave it only when no rank works on the job any more:
     `WorkerGroup.run` guarantees that when it returns or raises. Tensors from `tensor(result)`

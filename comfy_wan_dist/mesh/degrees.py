@@ -90,7 +90,5 @@ def parse_mesh(text: str) -> MeshDegrees | None:
         degrees[match[1]] = int(match[2])
     if list(degrees) != [axis for axis in AXES if axis in degrees]:
         ordered = "-".join(f"{axis}{degrees[axis]}" for axis in AXES if axis in degrees)
-        raise MeshError(
-            f"mesh {text!r}: axes go in the order {', '.join(AXES)}; write {ordered}"
-        )
+        raise MeshError(f"mesh {text!r}: axes go in the order {', '.join(AXES)}; write {ordered}")
     return MeshDegrees(**degrees)

@@ -29,7 +29,12 @@ def weights_per_rank(shape: WanShape, degrees: MeshDegrees, *, bytes_per_paramet
 
 
 def fitting_mesh(
-    shape: WanShape, *, world_size: int, bytes_per_parameter: int, free_bytes: int, devices_share_memory: bool
+    shape: WanShape,
+    *,
+    world_size: int,
+    bytes_per_parameter: int,
+    free_bytes: int,
+    devices_share_memory: bool,
 ) -> MeshDegrees | None:
     """The mesh of at most `world_size` ranks with the smallest tp whose ranks fit, or None.
 
@@ -37,7 +42,9 @@ def fitting_mesh(
     """
     for tp in allowed_tp(shape):
         need = MemoryNeed(
-            weights=weights_per_rank(shape, MeshDegrees(tp=tp), bytes_per_parameter=bytes_per_parameter)
+            weights=weights_per_rank(
+                shape, MeshDegrees(tp=tp), bytes_per_parameter=bytes_per_parameter
+            )
         ).total
         if tp > world_size:
             break

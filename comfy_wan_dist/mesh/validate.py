@@ -29,7 +29,11 @@ def validate_devices(degrees: MeshDegrees, devices: DeviceList) -> None:
 
 
 def allowed_tp(shape: WanShape) -> list[int]:
-    return [t for t in range(1, shape.num_heads + 1) if shape.num_heads % t == 0 and shape.ffn_dim % t == 0]
+    return [
+        t
+        for t in range(1, shape.num_heads + 1)
+        if shape.num_heads % t == 0 and shape.ffn_dim % t == 0
+    ]
 
 
 def allowed_ulysses(shape: WanShape, tp: int) -> list[int]:
@@ -51,7 +55,9 @@ def validate_model(degrees: MeshDegrees, shape: WanShape) -> None:
             f"ulysses may be {_listed(allowed_ulysses(shape, degrees.tp))}"
         )
     if degrees.pp > shape.num_layers:
-        raise MeshError(f"pp{degrees.pp} is more stages than the model's {shape.num_layers} blocks; lower pp")
+        raise MeshError(
+            f"pp{degrees.pp} is more stages than the model's {shape.num_layers} blocks; lower pp"
+        )
 
 
 def validate_grid(degrees: MeshDegrees, grid: LatentGrid) -> None:

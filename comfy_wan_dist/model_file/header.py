@@ -83,7 +83,9 @@ def read_model_file(path: str) -> ModelFile:
     for file in files:
         size, modified, tensors = _read_header(file)
         if twice := entries.keys() & tensors.keys():
-            raise ModelFileError(f"{file.name} repeats the tensor {min(twice)!r} of another shard; download it again")
+            raise ModelFileError(
+                f"{file.name} repeats the tensor {min(twice)!r} of another shard; download it again"
+            )
         entries.update(tensors)
         file_bytes += size
         mtime_ns = max(mtime_ns, modified)
@@ -103,9 +105,15 @@ def _shards_of(path: Path) -> list[Path]:
             f"{path.name} is one shard of several, but its index {index_path.name} cannot be read ({error}); "
             "put all shards and the index in one folder"
         ) from error
-    if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise ModelFileError(f"{index_path.name} names shards outside its own folder; download the index again")
-    missing = [name for name in names if not path.with_name(name).is_file()]
+    if not all(
+        isinstance(name, str) and Path(name).name == name and SHARD_NAME.fullmatch(name)
+        for name in names
+    ):
+        raise ModelFileError(
+            f"{index_path.name} names shards that are no model files of its own folder; download the index again"
+        )
+    # os.path.isfile: no name makes it raise.
+    missing = [name for name in names if not os.path.isfile(path.with_name(name))]
     if missing:
         raise ModelFileError(
             f"{index_path.name} names the shard {missing[0]}, which is not there; "
@@ -134,9 +142,13 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"the header of {path.name} is not JSON; it is damaged or no safetensors file") from error
+        raise ModelFileError(
+            f"the header of {path.name} is not JSON; it is damaged or no safetensors file"
+        ) from error
     if not isinstance(header, dict):
-        raise ModelFileError(f"the header of {path.name} is not a JSON object; it is no safetensors file")
+        raise ModelFileError(
+            f"the header of {path.name} is not a JSON object; it is no safetensors file"
+        )
     header.pop("__metadata__", None)
     data_start = 8 + length
     entries = {name: _entry(name, value, path, data_start) for name, value in header.items()}
@@ -151,27 +163,43 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
     try:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
-        raise ModelFileError(f"{path.name}: the header entry of {name!r} is incomplete; the file is damaged") from error
+        raise ModelFileError(
+            f"{path.name}: the header entry of {name!r} is incomplete; the file is damaged"
+        ) from error
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelFileError(
             f"{path.name}: {name!r} has the type {dtype!r}, which is not known; known are {', '.join(ITEM_BYTES)}"
         )
-    well_formed = isinstance(shape, list) and len(shape) <= MAX_DIMS and all(map(whole, [*shape, start, stop]))
+    well_formed = (
+        isinstance(shape, list)
+        and len(shape) <= MAX_DIMS
+        and all(map(whole, [*shape, start, stop]))
+    )
     if not well_formed or stop - start != prod(shape) * ITEM_BYTES[dtype]:
         raise ModelFileError(
             f"{path.name}: {name!r} has shape {shape} and type {dtype}, which do not give its bytes "
             f"{start}..{stop}; the file is damaged"
         )
     return TensorEntry(
-        dtype=dtype, shape=tuple(shape), path=str(path), start=data_start + start, stop=data_start + stop
+        dtype=dtype,
+        shape=tuple(shape),
+        path=str(path),
+        start=data_start + start,
+        stop=data_start + stop,
     )
 
 
-def _require_exact_cover(entries: Mapping[str, TensorEntry], path: Path, data_start: int, file_bytes: int) -> None:
+def _require_exact_cover(
+    entries: Mapping[str, TensorEntry], path: Path, data_start: int, file_bytes: int
+) -> None:
     position = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != position:
-            kind = "overlaps the tensor before it" if entry.start < position else "leaves a gap before it"
+            kind = (
+                "overlaps the tensor before it"
+                if entry.start < position
+                else "leaves a gap before it"
+            )
             raise ModelFileError(f"{path.name}: {name!r} {kind}; the file is damaged")
         position = entry.stop
     if position != file_bytes:

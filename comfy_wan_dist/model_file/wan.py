@@ -1,6 +1,7 @@
 """Recognise a Wan transformer by its tensors' names and shapes, never by its file name.
 
-Covers TI2V-5B (48 latent channels) with official names, bare or behind a known prefix. Other models are refused by name.
+Covers TI2V-5B (48 latent channels) with official names, bare or behind a known prefix. Other models are refused
+by name.
 Source: key table of the official Wan2.2 TI2V-5B checkpoint.
 """
 
@@ -43,11 +44,19 @@ def read_wan_file(file: ModelFile) -> WanFile:
     label = Path(file.path).name
     prefix = next((p for p in PREFIXES if p + "head.modulation" in file.entries), None)
     if prefix is None:
-        raise ModelFileError(f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file")
-    entries = {name.removeprefix(prefix): entry for name, entry in file.entries.items() if name.startswith(prefix)}
+        raise ModelFileError(
+            f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file"
+        )
+    entries = {
+        name.removeprefix(prefix): entry
+        for name, entry in file.entries.items()
+        if name.startswith(prefix)
+    }
     for key, kind in SIBLINGS:
         if key in entries:
-            raise ModelFileError(f"{label} is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file")
+            raise ModelFileError(
+                f"{label} is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file"
+            )
     shape = _shape_of(entries, label)
     wrong_type = next((n for n, e in entries.items() if e.dtype not in WEIGHT_TYPES), None)
     if wrong_type is not None:
@@ -94,22 +103,30 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
     def dims(name: str, count: int) -> tuple[int, ...]:
         entry = entries.get(name)
         if entry is None:
-            raise ModelFileError(f"{label} lacks the tensor {name}; the file is incomplete: download it again")
+            raise ModelFileError(
+                f"{label} lacks the tensor {name}; the file is incomplete: download it again"
+            )
         if len(entry.shape) != count:
-            raise ModelFileError(f"{label}: {name} has shape {list(entry.shape)}; it must have {count} dims")
+            raise ModelFileError(
+                f"{label}: {name} has shape {list(entry.shape)}; it must have {count} dims"
+            )
         return entry.shape
 
     dim = dims("head.modulation", 3)[2]
     in_dim = dims("patch_embedding.weight", 5)[1]
     token_dim = dims("head.head.weight", 2)[0]
     if dim == 0 or dim % HEAD_DIM:
-        raise ModelFileError(f"{label} has width {dim}, which is no multiple of {HEAD_DIM}: no Wan model has that")
+        raise ModelFileError(
+            f"{label} has width {dim}, which is no multiple of {HEAD_DIM}: no Wan model has that"
+        )
     if (in_dim, token_dim) != (LATENT_CHANNELS, 4 * LATENT_CHANNELS):
         raise ModelFileError(
             f"{label} is {_name_by_channels(in_dim, dim)} with {in_dim} input and {token_dim // 4} output channels; "
             f"this version runs Wan2.2 TI2V-5B ({LATENT_CHANNELS} and {LATENT_CHANNELS}), so choose that file"
         )
-    blocks = {int(match[1]) for name in entries if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))}
+    blocks = {
+        int(match[1]) for name in entries if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))
+    }
     if not blocks:
         raise ModelFileError(f"{label} has no blocks; the file is incomplete: download it again")
     return WanShape(
@@ -127,7 +144,8 @@ def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, lab
     expected = expected_parameters(shape)
     if missing := sorted(expected.keys() - entries.keys()):
         raise ModelFileError(
-            f"{label} lacks {len(missing)} tensors, the first is {missing[0]}; the file is incomplete: download it again"
+            f"{label} lacks {len(missing)} tensors, the first is {missing[0]}; the file is incomplete: "
+            "download it again"
         )
     if extra := sorted(entries.keys() - expected.keys()):
         raise ModelFileError(

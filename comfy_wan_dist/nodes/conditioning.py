@@ -15,10 +15,12 @@ class SaveConditioning(io.ComfyNode):
             node_id="WanDistSaveConditioning",
             display_name="Wan Dist Save Conditioning",
             category=CATEGORY,
-            description="Save a prompt's embedding to the output folder, so that later graphs can load it instead of the "
-            "text encoder.",
+            description="Save a prompt's embedding to the output folder, so that later graphs can load it "
+            "instead of the text encoder.",
             inputs=[
-                io.Conditioning.Input("conditioning", tooltip="From CLIPTextEncode with the umT5 encoder."),
+                io.Conditioning.Input(
+                    "conditioning", tooltip="From CLIPTextEncode with the umT5 encoder."
+                ),
                 io.String.Input(
                     "filename_prefix",
                     default="conditioning/prompt",
@@ -30,8 +32,12 @@ class SaveConditioning(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, conditioning: comfy_adapter.Conditioning, filename_prefix: str) -> io.NodeOutput:
-        embedding = comfy_adapter.prompt_embedding(conditioning, label="given", text_dim=conditioning_file.TEXT_DIM)
+    def execute(
+        cls, conditioning: comfy_adapter.Conditioning, filename_prefix: str
+    ) -> io.NodeOutput:
+        embedding = comfy_adapter.prompt_embedding(
+            conditioning, label="given", text_dim=conditioning_file.TEXT_DIM
+        )
         path, name, subfolder = comfy_adapter.new_output_path(filename_prefix, ".safetensors")
         conditioning_file.save(path, embedding)
         saved = {"filename": name, "subfolder": subfolder, "type": "output"}

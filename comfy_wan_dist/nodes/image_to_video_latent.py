@@ -26,10 +26,26 @@ class ImageToVideoLatent(io.ComfyNode):
             description="An empty Wan2.2 latent, or one that begins with the given images. The same LATENT as "
             "Wan22ImageToVideoLatent with the same VAE.",
             inputs=[
-                WanDistModel.Input("model", tooltip="From Wan Dist Load Model: names the group that encodes."),
+                WanDistModel.Input(
+                    "model", tooltip="From Wan Dist Load Model: names the group that encodes."
+                ),
                 vae_name_input(),
-                io.Int.Input("width", default=1280, min=32, max=MAX_SIZE, step=32, tooltip="Pixels, a multiple of 32."),
-                io.Int.Input("height", default=704, min=32, max=MAX_SIZE, step=32, tooltip="Pixels, a multiple of 32."),
+                io.Int.Input(
+                    "width",
+                    default=1280,
+                    min=32,
+                    max=MAX_SIZE,
+                    step=32,
+                    tooltip="Pixels, a multiple of 32.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=704,
+                    min=32,
+                    max=MAX_SIZE,
+                    step=32,
+                    tooltip="Pixels, a multiple of 32.",
+                ),
                 io.Int.Input(
                     "length",
                     default=49,
@@ -49,8 +65,8 @@ class ImageToVideoLatent(io.ComfyNode):
                 io.Image.Input(
                     "start_image",
                     optional=True,
-                    tooltip="First frame, or first 4k+1 frames, of the video; scaled and cropped to its size. Without it "
-                    "the video comes from the prompt alone.",
+                    tooltip="First frame, or first 4k+1 frames, of the video; scaled and cropped to its size. "
+                    "Without it the video comes from the prompt alone.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -74,7 +90,9 @@ class ImageToVideoLatent(io.ComfyNode):
         count = (min(length, start_image.shape[0]) - 1) // 4 * 4 + 1
         images = comfy_adapter.fit_images(start_image[:count], width=width, height=height)
         plane = session.plane_of(model)
-        spec = resolve_vae(comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices)
+        spec = resolve_vae(
+            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices
+        )
         given = (count - 1) // 4 + 1
         async with session.open_session(plane.degrees, plane.devices) as job:
             request = EncodeRequest(
@@ -89,4 +107,6 @@ class ImageToVideoLatent(io.ComfyNode):
         mask = torch.ones(1, 1, *latent.shape[-3:])
         mask[:, :, :given] = 0
         repeats = (batch_size, 1, 1, 1, 1)
-        return io.NodeOutput({"samples": latent.repeat(repeats), "noise_mask": mask.repeat(repeats)})
+        return io.NodeOutput(
+            {"samples": latent.repeat(repeats), "noise_mask": mask.repeat(repeats)}
+        )

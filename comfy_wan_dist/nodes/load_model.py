@@ -39,9 +39,9 @@ class LoadModel(io.ComfyNode):
                 io.String.Input(
                     "mesh",
                     default="auto",
-                    tooltip="How to cut the work: auto, single, or axes with degrees in the order cfg, ulysses, tp, such "
-                    "as cfg2-ulysses2. cfg (1 or 2) splits prompt and negative prompt, ulysses the video's tokens, tp the "
-                    "weights. The product of the degrees is the number of GPUs used.",
+                    tooltip="How to cut the work: auto, single, or axes with degrees in the order cfg, ulysses, tp, "
+                    "such as cfg2-ulysses2. cfg (1 or 2) splits prompt and negative prompt, ulysses the video's "
+                    "tokens, tp the weights. The product of the degrees is the number of GPUs used.",
                 ),
                 io.String.Input(
                     "devices",
@@ -62,10 +62,14 @@ class LoadModel(io.ComfyNode):
     def fingerprint_inputs(
         cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool
     ) -> str:
-        return fingerprint(read_model_file(comfy_adapter.model_path("diffusion_models", model_name)))
+        return fingerprint(
+            read_model_file(comfy_adapter.model_path("diffusion_models", model_name))
+        )
 
     @classmethod
-    def execute(cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool) -> io.NodeOutput:
+    def execute(
+        cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool
+    ) -> io.NodeOutput:
         handle = ModelHandle(
             path=comfy_adapter.model_path("diffusion_models", model_name),
             dtype=dtype,

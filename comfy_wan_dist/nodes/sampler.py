@@ -22,14 +22,20 @@ class Sampler(io.ComfyNode):
             node_id="WanDistSampler",
             display_name="Wan Dist Sampler",
             category=CATEGORY,
-            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. Same seed, sampler, scheduler and shift "
-            "give the same video as ComfyUI's KSampler behind ModelSamplingSD3.",
+            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. Same seed, sampler, scheduler and "
+            "shift give the same video as ComfyUI's KSampler behind ModelSamplingSD3.",
             inputs=[
                 WanDistModel.Input("model", tooltip="From Wan Dist Load Model."),
-                io.Conditioning.Input("positive", tooltip="What the video should show: CLIPTextEncode with the umT5 encoder."),
-                io.Conditioning.Input("negative", tooltip="What it should not show. Not used at cfg 1."),
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="What the video should show: CLIPTextEncode with the umT5 encoder.",
+                ),
+                io.Conditioning.Input(
+                    "negative", tooltip="What it should not show. Not used at cfg 1."
+                ),
                 io.Latent.Input(
-                    "latent_image", tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent."
+                    "latent_image",
+                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -39,7 +45,9 @@ class Sampler(io.ComfyNode):
                     control_after_generate=True,
                     tooltip="Seed of the noise; the same as in KSampler.",
                 ),
-                io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps, 1 to 10000."),
+                io.Int.Input(
+                    "steps", default=20, min=1, max=10000, tooltip="Denoising steps, 1 to 10000."
+                ),
                 io.Float.Input(
                     "cfg",
                     default=5.0,
@@ -114,7 +122,9 @@ class Sampler(io.ComfyNode):
         )
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image))
-        tensors = comfy_adapter.prepare_sampling(latent_image, seed=seed, sampler=sampler_name, schedule=schedule)
+        tensors = comfy_adapter.prepare_sampling(
+            latent_image, seed=seed, sampler=sampler_name, schedule=schedule
+        )
         async with session.open_session(resolved.degrees, resolved.devices) as job:
             request = SampleRequest(
                 id=job.id,
@@ -133,4 +143,6 @@ class Sampler(io.ComfyNode):
                 result=job.reserve(tensors.noisy.shape),
             )
             await job.run(request)
-            return io.NodeOutput(comfy_adapter.finish_sampling(latent_image, job.tensor(request.result)))
+            return io.NodeOutput(
+                comfy_adapter.finish_sampling(latent_image, job.tensor(request.result))
+            )

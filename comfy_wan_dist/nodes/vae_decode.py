@@ -19,7 +19,9 @@ class VAEDecode(io.ComfyNode):
             category=CATEGORY,
             description="Decode a Wan2.2 latent to images in the model's worker group, without tiles or blending.",
             inputs=[
-                WanDistModel.Input("model", tooltip="From Wan Dist Load Model: names the group that decodes."),
+                WanDistModel.Input(
+                    "model", tooltip="From Wan Dist Load Model: names the group that decodes."
+                ),
                 vae_name_input(),
                 io.Latent.Input("samples", tooltip="From Wan Dist Sampler or KSampler."),
                 vae_dtype_input(),
@@ -32,7 +34,9 @@ class VAEDecode(io.ComfyNode):
         cls, model: ModelHandle, vae_name: str, samples: comfy_adapter.Latent, vae_dtype: str
     ) -> io.NodeOutput:
         plane = session.plane_of(model)
-        spec = resolve_vae(comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices)
+        spec = resolve_vae(
+            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices
+        )
         latent = comfy_adapter.latent_samples(samples)
         batch, _, frames, height, width = latent.shape
         async with session.open_session(plane.degrees, plane.devices) as job:

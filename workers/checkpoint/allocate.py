@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 
-def allocate_parameters(module: nn.Module, *, dtype_of: Callable[[str], torch.dtype], device: torch.device) -> None:
+def allocate_parameters(
+    module: nn.Module, *, dtype_of: Callable[[str], torch.dtype], device: torch.device
+) -> None:
     """Replace every parameter by an empty one of its shape; `dtype_of` takes its full name."""
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")

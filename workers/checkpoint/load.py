@@ -21,7 +21,9 @@ from .allocate import allocate_parameters
 from .reader import TensorReader
 
 
-def build_model(shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype, device: torch.device) -> WanModel:
+def build_model(
+    shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype, device: torch.device
+) -> WanModel:
     """This rank's shard with memory allocated and no values in it."""
     with init_empty_weights(include_buffers=True):
         model = WanModel(shape)

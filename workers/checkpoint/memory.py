@@ -44,17 +44,31 @@ def validate_memory(
     need = ranks * (shard_bytes + WORKING_BYTES)
     if need <= free_bytes:
         return
-    fits = fitting_mesh(
-        shape,
-        world_size=degrees.plane_size,
-        bytes_per_parameter=bytes_per_parameter,
-        free_bytes=free_bytes,
-        devices_share_memory=shared,
+
+    def fitting(item_bytes: int) -> MeshDegrees | None:
+        return fitting_mesh(
+            shape,
+            world_size=degrees.plane_size,
+            bytes_per_parameter=item_bytes,
+            free_bytes=free_bytes,
+            devices_share_memory=shared,
+        )
+
+    fits = fitting(bytes_per_parameter)
+    remedy = (
+        f"mesh {fits} would fit"
+        if fits
+        else "no mesh of these devices would fit: use more or larger devices"
     )
-    remedy = f"mesh {fits} would fit" if fits else "no mesh of these devices would fit: use more or larger devices"
-    if fits is None and bytes_per_parameter == 4:
-        remedy += ", or the dtype bfloat16"
-    whole = f"the {ranks} ranks of mesh {degrees} need" if shared else f"each rank of mesh {degrees} needs"
+    if fits is None and bytes_per_parameter == 4 and (smaller := fitting(2)):
+        remedy += f", or the dtype bfloat16 with mesh {smaller}"
+    whole = f"each rank of mesh {degrees} needs"
+    if shared:
+        whole = (
+            f"the {ranks} ranks of mesh {degrees} together need"
+            if ranks > 1
+            else f"mesh {degrees} needs"
+        )
     raise InsufficientMemoryError(
         f"{whole} {need / GIB:.1f} GiB for the model on {device}, which has {free_bytes / GIB:.1f} GiB free; {remedy}"
     )

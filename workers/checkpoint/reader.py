@@ -18,7 +18,12 @@ from workers.parallel.plan import Slice
 
 BUFFER_BYTES = 16 * 2**20
 
-TORCH_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+TORCH_TYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+}
 
 
 class TensorReader:
@@ -33,7 +38,10 @@ class TensorReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
@@ -56,7 +64,7 @@ class TensorReader:
     def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int, stop: int) -> None:
         dtype = TORCH_TYPES[entry.dtype]
         if flat.device.type == "cpu" and flat.dtype == dtype and flat.numel():
-            self._pread(entry.path, memoryview(flat.view(torch.uint8).numpy()), start)
+            self._pread(entry.path, flat.view(torch.uint8).numpy().data, start)
             return
         items = BUFFER_BYTES // dtype.itemsize
         for first in range(0, flat.numel(), items):

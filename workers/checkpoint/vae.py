@@ -19,7 +19,9 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
     config = VAEConfig.from_shapes({name: entry.shape for name, entry in entries.items()})
     for name, want in expected_shapes(config).items():
         if name not in entries:
-            raise ModelFileError(f"{path} lacks the tensor {name}; the file is incomplete: download it again")
+            raise ModelFileError(
+                f"{path} lacks the tensor {name}; the file is incomplete: download it again"
+            )
         entry = entries[name]
         if entry.shape != want or entry.dtype not in TORCH_TYPES:
             raise ModelFileError(

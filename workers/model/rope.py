@@ -36,5 +36,6 @@ def rope_table(grid: LatentGrid, start: int, stop: int, *, device: torch.device)
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn the feature pairs of x [B, L, N, K] (float32) by table [L, 1, K/2]; returns float32."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * table).flatten(-2)
+    """Turn the feature pairs of x [B, L, N, K] (float32, contiguous) by table [L, 1, K/2], in place; returns x."""
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table)
+    return x

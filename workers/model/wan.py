@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -70,34 +71,39 @@ def square_sum(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
 
 
-def layer_norm(x: Tensor) -> Tensor:
-    """Normalise without affine; float32 in the statistics and in the result."""
-    return F.layer_norm(x.float(), x.shape[-1:], eps=EPS)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Normalise x [..., D] with a float32 affine [D]; float32 inside, dtype of x."""
+    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, EPS).to(x.dtype)
 
 
 def modulate(x_BLD: Tensor, shift_BRD: Tensor, scale_BRD: Tensor, runs: tuple[TokenRun, ...]) -> Tensor:
     """layer_norm(x) * (1 + scale) + shift, each token with its row's values; dtype of x.
 
-    Modulation is never spread over tokens: [L, 6, D] in float32 would be gigabytes.
+    One layer norm per sample and run, with the row as its affine. Modulation is never spread over tokens:
+    [L, 6, D] in float32 would be gigabytes.
     """
-    normed = layer_norm(x_BLD)
-    out = torch.empty_like(x_BLD)
-    for run in runs:
-        part = slice(run.start, run.stop)
-        row = slice(run.row, run.row + 1)
-        out[:, part] = torch.addcmul(shift_BRD[:, row], normed[:, part], 1 + scale_BRD[:, row])
-    return out
+    samples = []
+    for x_LD, shift_RD, scale_RD in zip(x_BLD, shift_BRD, scale_BRD, strict=True):
+        parts = [
+            layer_norm(x_LD[run.start : run.stop], 1 + scale_RD[run.row], shift_RD[run.row]) for run in runs
+        ]
+        samples.append(join(parts, dim=0).unsqueeze(0))
+    return join(samples, dim=0)
 
 
 def add_gated(x_BLD: Tensor, update_BLD: Tensor, gate_BRD: Tensor, runs: tuple[TokenRun, ...]) -> Tensor:
     """x + gate * update in float32, each token with its row's gate; dtype of x."""
-    out = torch.empty_like(x_BLD)
+    parts = []
     for run in runs:
-        part = slice(run.start, run.stop)
-        out[:, part] = torch.addcmul(
-            x_BLD[:, part].float(), update_BLD[:, part], gate_BRD[:, run.row : run.row + 1]
-        )
-    return out
+        x, update = x_BLD[:, run.start : run.stop], update_BLD[:, run.start : run.stop]
+        gated = torch.addcmul(x.float(), update, gate_BRD[:, run.row : run.row + 1])
+        parts.append(gated.to(x.dtype))
+    return join(parts, dim=1)
+
+
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Norm(nn.Module):
@@ -151,8 +157,8 @@ class CrossAttention(MultiHeadAttention):
 
 
 def scale_rms(x: Tensor, mean_square: Tensor, norm: Norm) -> Tensor:
-    """x / sqrt(mean_square + eps) * weight in float32."""
-    return x * torch.rsqrt(mean_square + EPS) * norm.weight.float()
+    """x / sqrt(mean_square + eps) * weight in float32. Overwrites x where it is float32 already."""
+    return x.float().mul_(torch.rsqrt(mean_square + EPS)).mul_(norm.weight.float())
 
 
 def split_heads(x: Tensor) -> Tensor:
@@ -186,8 +192,7 @@ class Block(nn.Module):
 
 def affine_norm(x: Tensor, norm: Norm) -> Tensor:
     assert norm.bias is not None
-    normed = F.layer_norm(x.float(), x.shape[-1:], norm.weight.float(), norm.bias.float(), EPS)
-    return normed.to(x.dtype)
+    return layer_norm(x, norm.weight.float(), norm.bias.float())
 
 
 class Head(nn.Module):
@@ -220,7 +225,8 @@ class WanModel(nn.Module):
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
         """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""
         text = self.text_embedding(context.to(self.patch_embedding.weight.dtype))
-        return tuple(block.cross_attn.encode_text(text) for block in self.blocks.values())
+        attentions = (cast(CrossAttention, block.cross_attn) for block in self.blocks.values())
+        return tuple(attention.encode_text(text) for attention in attentions)
 
     def forward(
         self,

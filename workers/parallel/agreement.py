@@ -31,8 +31,10 @@ _TRACEBACK_BYTES = REPORT_BYTES - _LENGTHS.size - _NAME_BYTES - _MESSAGE_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedFailure:
-    """A failure that every rank knows of. `error` is what this rank's vote raised; the rest is of the rank that
-    failed first."""
+    """A failure that every rank knows of.
+
+    `error` is what this rank's vote raised; the rest is of the rank that failed first.
+    """
 
     error: Exception
     rank: int
@@ -59,7 +61,8 @@ class Agreement:
     def __init__(self, *, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         if (size > 1) != (group is not None):
             raise ValueError(
-                f"{size} ranks with{'out' if group is None else ''} a group; give one from 2 ranks on"
+                f"{size} ranks {'without' if group is None else 'with'} a group; "
+                "give one from 2 ranks on"
             )
         self._rank = rank
         self._size = size
@@ -67,7 +70,7 @@ class Agreement:
         self._failure: SharedFailure | None = None
 
     def take_failure(self) -> SharedFailure | None:
-        """The failure that the last vote raised, once: it holds the frames it came through, and their tensors."""
+        """The failure that the last vote raised, once: its frames hold tensors."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -86,7 +89,7 @@ class Agreement:
         return self._vote(_Vote.STOP, None, stop=stop, timeout_s=None)
 
     def agree_end(self, error: Exception | None, *, timeout_s: float | None) -> None:
-        """`agree` at the end of a job, for ranks that finished and for ranks that raised without a vote.
+        """`agree` at the end of a job, for ranks that finished and those that raised unvoted.
 
         Raises RuntimeError if a rank has not voted within `timeout_s` (None: the group's own
         limit).
@@ -145,7 +148,7 @@ class Agreement:
 
 
 def error_name(error: BaseException) -> str:
-    """The name under which `error` travels: a subclass of a known class goes by that class's name."""
+    """The name under which `error` travels; a subclass of a known class goes by that class."""
     for kind in type(error).__mro__:
         if kind.__name__ in CONFIG_ERRORS or kind is JobCancelled:
             return kind.__name__

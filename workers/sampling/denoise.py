@@ -85,7 +85,11 @@ def denoise(
 
 
 def guided_velocity(
-    model: WanModel, x: Tensor, timestep: float, conditioning: Conditioning, guidance: Guidance | None
+    model: WanModel,
+    x: Tensor,
+    timestep: float,
+    conditioning: Conditioning,
+    guidance: Guidance | None,
 ) -> Tensor:
     """Velocity of the token shard x, [B, L, P] float32; equal on both guidance planes."""
     predictions = [
@@ -107,7 +111,9 @@ def guided_velocity(
     return torch.add(uncond, cond - uncond, alpha=guidance.scale)
 
 
-def frame_rows(frame_mask: Tensor | None, *, batch: int, frames: int) -> tuple[Tensor, tuple[int, ...]]:
+def frame_rows(
+    frame_mask: Tensor | None, *, batch: int, frames: int
+) -> tuple[Tensor, tuple[int, ...]]:
     """Distinct timestep factors [B, R] float32 and the row of each frame.
 
     frame_mask [B, T]: 1 where a frame is generated, 0 where it is given, between where it is partly given.

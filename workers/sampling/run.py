@@ -77,7 +77,9 @@ def prepare_sample(
     row_factors, rows = frame_rows(frame_mask, batch=batch, frames=grid.frames)
     kept = None
     if request.mask is not None and request.clean is not None:
-        kept = KeptTokens(clean=shard_tokens(tensor(request.clean)), mask=shard_tokens(tensor(request.mask)))
+        kept = KeptTokens(
+            clean=shard_tokens(tensor(request.clean)), mask=shard_tokens(tensor(request.mask))
+        )
     return SampleRun(
         grid=grid,
         shard=shard,

@@ -75,15 +75,27 @@ def frame_attention(q_nlc: Tensor, k_nlc: Tensor, v_nlc: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).squeeze(1)
 
 
-def _conv2d(
-    x_nhwc: Tensor,
+def _convolve(
+    x_channels_last: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     stride: tuple[int, ...],
-    padding: tuple[int, ...],
+    padding: str | tuple[int, ...],
 ) -> Tensor:
-    y = F.conv2d(x_nhwc.permute(0, 3, 1, 2), weight, bias, stride, padding)
-    return y.permute(0, 2, 3, 1)
+    """Convolve [N, H, W, C] or [B, T, H, W, C], as the weight has 4 or 5 dimensions."""
+    assert not isinstance(padding, str)
+    x = x_channels_last.movedim(-1, 1)
+    is_2d = weight.ndim == 4
+    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        # For one sample with few channels F.conv3d takes a fallback, several times slower.
+        layout = torch.channels_last if is_2d else torch.channels_last_3d
+        x, weight = x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout)
+        y = torch.mkldnn_convolution(x, weight, bias, padding, stride, (1,) * len(stride), 1)
+    elif is_2d:
+        y = F.conv2d(x, weight, bias, stride, padding)
+    else:
+        y = F.conv3d(x, weight, bias, stride, padding)
+    return y.movedim(1, -1)
 
 
 class CausalConv3d(nn.Conv3d):
@@ -106,18 +118,17 @@ class CausalConv3d(nn.Conv3d):
         window = history.extend(self, self.border(x_bthwc), self.history_frames)
         frames = x_bthwc.shape[1]
         absent = self.history_frames - (window.shape[1] - frames)
-        weight, stride, padding = self.weight, self.stride, self.padding
-        assert not isinstance(padding, str)
+        weight = self.weight
         if absent and frames == 1:
             # Zero frames add nothing: drop their taps instead of computing them.
             weight = weight[:, :, absent:]
         elif absent:
             window = F.pad(window, (0, 0, 0, 0, 0, 0, absent, 0))
         if window.shape[1] == 1:
-            y = _conv2d(window[:, 0], weight[:, :, 0], self.bias, stride[1:], padding[1:])
-            return y.unsqueeze(1)
-        y = F.conv3d(window.permute(0, 4, 1, 2, 3), weight, self.bias, stride, padding)
-        return y.permute(0, 2, 3, 4, 1)
+            stride, padding = self.stride[1:], self.padding[1:]
+            y_bhwc = _convolve(window[:, 0], weight[:, :, 0], self.bias, stride, padding)
+            return y_bhwc.unsqueeze(1)
+        return _convolve(window, weight, self.bias, self.stride, self.padding)
 
 
 class FrameConv2d(nn.Conv2d):
@@ -129,9 +140,8 @@ class FrameConv2d(nn.Conv2d):
         self.border = border
 
     def forward(self, x_bthwc: Tensor) -> Tensor:
-        assert not isinstance(self.padding, str)
         x_nhwc = self.border(x_bthwc).flatten(0, 1)
-        y_nhwc = _conv2d(x_nhwc, self.weight, self.bias, self.stride, self.padding)
+        y_nhwc = _convolve(x_nhwc, self.weight, self.bias, self.stride, self.padding)
         return torch.unflatten(y_nhwc, 0, x_bthwc.shape[:2])
 
 

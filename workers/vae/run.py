@@ -12,18 +12,24 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from .wan22 import WanVAE
 
 
-def decode_chunks_into(vae: WanVAE, latent: Tensor, frames: Tensor, *, device: torch.device) -> Iterator[None]:
-    """Decode latent [B, C, T, h, w] (raw VAE space) into frames [B*(4T-3), 16h, 16w, 3]; yields after each latent frame.
+def decode_chunks_into(
+    vae: WanVAE, latent: Tensor, frames: Tensor, *, device: torch.device
+) -> Iterator[None]:
+    """Decode latent [B, C, T, h, w] (raw VAE space) into frames [B*(4T-3), 16h, 16w, 3].
 
-    Each sample goes through alone, so memory is that of one. Raises ConfigError for shapes that do not fit.
+    Yields after each latent frame. Each sample goes through alone, so memory is that of one.
+    Raises ConfigError for shapes that do not fit.
     """
     channels = vae.config.z_dim
     if latent.dim() != 5 or latent.shape[1] != channels:
         raise ConfigError(
-            f"the latent has shape {list(latent.shape)}; this VAE decodes [batch, {channels}, frames, height/16, width/16]"
+            f"the latent has shape {list(latent.shape)}; this VAE decodes "
+            f"[batch, {channels}, frames, height/16, width/16]"
         )
     if not bool(torch.isfinite(latent).all()):
-        raise ConfigError("the latent holds NaN or infinite values; sample it again with dtype bfloat16 or float32")
+        raise ConfigError(
+            "the latent holds NaN or infinite values; sample it again with dtype bfloat16 or float32"
+        )
     position = 0
     for sample in latent:
         for chunk in vae.decode_chunks(sample.unsqueeze(0).to(device)):

@@ -1,0 +1,325 @@
+"""Compare every mesh, and the whole path through ComfyUI, with independent references: `make parity`.
+
+Three references, all in float32 on the CPU with equal seeded weights of the real architecture in toy size:
+
+    single             one process of this project: every mesh, every case, one forward and runs of 4 steps
+    diffusers          its transformer and its VAE against this project's, on one process
+    comfyui-ksampler   a stock KSampler against WanDistSampler in one real ComfyUI, same file, seed and latent
+
+Writes out/parity.json, a list of rows {mesh, case, reference, max_abs_err, ref_max, limit}, and prints them as a
+table. `limit` is relative: max_abs_err / ref_max must not exceed it; where it does, the exit status is 1.
+Not covered: CUDA, 16-bit types, and weights that were trained.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from comfy_wan_dist.conditioning_file import TEXT_DIM
+from comfy_wan_dist.conditioning_file import save as save_conditioning
+from comfy_wan_dist.ipc.errors import WanDistError
+from comfy_wan_dist.ipc.messages import ModelSpec
+from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
+from devtools.comfy_server import PACK_FOLDER, ComfyServer, ComfyServerError, find_comfyui
+from devtools.mesh_runs import (
+    CASES,
+    CPU,
+    FORWARD_LIMIT,
+    MESHES,
+    RUN_LIMIT,
+    SOLVERS,
+    Case,
+    forward_rank,
+    matrix_rank,
+    mesh_degrees,
+    model_spec,
+)
+from devtools.rank_pool import RankPool
+from devtools.references import build_diffusers_transformer, build_diffusers_vae
+from workers.checkpoint.vae import load_vae
+from workers.vae.run import decode_chunks_into, encode_frames
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "out" / "parity.json"
+DIFFUSERS_LIMIT = 1e-4
+COMFYUI_LIMIT = 1e-3
+COMFYUI_MESHES = ("single", "cfg2-ulysses2")
+COMFYUI_STEPS = 6
+RUN_TIMEOUT_S = 200.0
+MODEL_NAME, VAE_NAME = "tiny_wan.safetensors", "tiny_wan_vae.safetensors"
+
+
+class ParityError(Exception):
+    """A comparison could not be made; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One comparison: largest difference, largest value of the reference, and the allowed ratio of the two."""
+
+    mesh: str
+    case: str
+    reference: str
+    max_abs_err: float
+    ref_max: float
+    limit: float
+
+    @property
+    def is_within(self) -> bool:
+        return self.max_abs_err <= self.limit * self.ref_max  # false for NaN
+
+
+def compare(actual: Tensor, expected: Tensor, *, mesh: str, case: str, reference: str, limit: float) -> Row:
+    if actual.shape != expected.shape:
+        raise ParityError(f"{case} on {mesh}: shape {list(actual.shape)}, {reference} has {list(expected.shape)}")
+    if not bool(torch.isfinite(actual).all()) or not bool(expected.any()):
+        raise ParityError(f"{case} on {mesh}: the result is not finite, or the reference is all zero")
+    return Row(
+        mesh=mesh,
+        case=case,
+        reference=reference,
+        max_abs_err=float((actual.double() - expected.double()).abs().max()),
+        ref_max=float(expected.double().abs().max()),
+        limit=limit,
+    )
+
+
+def main() -> int:
+    """Run all comparisons; returns the exit status."""
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    rows: list[Row] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            base = Path(folder)
+            write_files(base)
+            for row in all_rows(base):
+                rows.append(row)
+                show(row)
+    except (ParityError, ComfyServerError, WanDistError, RuntimeError, OSError) as error:
+        print(f"parity: failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    excess = [row for row in rows if not row.is_within]
+    print(f"parity: {len(rows)} rows, {len(excess)} over their limit, {time.monotonic() - started:.0f} s -> {REPORT}")
+    return 1 if excess else 0
+
+
+def all_rows(base: Path) -> Iterator[Row]:
+    spec = model_spec(base / "models" / "diffusion_models" / MODEL_NAME)
+    with RankPool() as pool:
+        yield from mesh_rows(pool, spec)
+    yield from diffusers_rows(spec, base / "models" / "vae" / VAE_NAME)
+    yield from comfyui_rows(base)
+
+
+def write_files(base: Path) -> None:
+    """ComfyUI's base folder with both models and two prompts."""
+    for name in ("models/diffusion_models", "models/vae", "input"):
+        (base / name).mkdir(parents=True)
+    save_file(transformer_weights(TINY_TRANSFORMER, seed=1), base / "models" / "diffusion_models" / MODEL_NAME)
+    save_file(vae_weights(TINY_VAE, seed=2), base / "models" / "vae" / VAE_NAME)
+    generator = torch.Generator().manual_seed(3)
+    for name in ("positive", "negative"):
+        save_conditioning(
+            base / "input" / f"{name}.safetensors", torch.randn(1, 512, TEXT_DIM, generator=generator)
+        )
+
+
+def show(row: Row) -> None:
+    verdict = "ok" if row.is_within else "OVER THE LIMIT"
+    ratio = row.max_abs_err / row.ref_max
+    print(f"{row.mesh:18} {row.case:45} {row.reference:17} {ratio:8.1e} of {row.limit:.0e}  {verdict}", flush=True)
+
+
+# ---- meshes against one process --------------------------------------------------------------------------------
+
+
+def mesh_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
+    expected: dict[str, Tensor] = {}
+    for mesh in MESHES:
+        world_size = mesh_degrees(mesh).world_size
+        results = pool.run(world_size, matrix_rank, mesh, spec, CASES, SOLVERS, timeout_s=RUN_TIMEOUT_S)[0]
+        if mesh == "single":
+            expected = results
+            continue
+        for case, result in results.items():
+            limit = FORWARD_LIMIT if case.endswith("one forward") else RUN_LIMIT
+            yield compare(result, expected[case], mesh=mesh, case=case, reference="single", limit=limit)
+
+
+# ---- diffusers -------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
+    reference = build_diffusers_transformer(TINY_TRANSFORMER, transformer_weights(TINY_TRANSFORMER, seed=1))
+    for case in CASES:
+        yield compare(
+            own_forward(spec, case),
+            diffusers_forward(reference, case),
+            mesh="single",
+            case=f"{case.name}, one forward",
+            reference="diffusers",
+            limit=DIFFUSERS_LIMIT,
+        )
+    vae, _ = load_vae(str(vae_path), dtype=torch.float32, device=CPU)
+    reference = build_diffusers_vae(TINY_VAE, vae_weights(TINY_VAE, seed=2))
+    generator = torch.Generator().manual_seed(4)
+
+    latent = torch.randn(1, TINY_VAE.z_dim, 3, 4, 6, generator=generator)
+    frames = torch.empty(9, 64, 96, 3)
+    for _ in decode_chunks_into(vae, latent, frames, device=CPU):
+        pass
+    decoded = (reference.decode(latent).sample[0].permute(1, 2, 3, 0) + 1) / 2
+    yield compare(
+        frames, decoded, mesh="single", case="VAE decode", reference="diffusers", limit=DIFFUSERS_LIMIT
+    )
+
+    frames = torch.rand(9, 64, 96, 3, generator=generator)
+    pixels = frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
+    encoded = reference.encode(pixels).latent_dist.mode()
+    yield compare(
+        encode_frames(vae, frames, device=CPU),
+        encoded,
+        mesh="single",
+        case="VAE encode",
+        reference="diffusers",
+        limit=DIFFUSERS_LIMIT,
+    )
+
+
+def own_forward(spec: ModelSpec, case: Case) -> Tensor:
+    return forward_rank(0, "single", spec, case.inputs(TINY_TRANSFORMER, is_guided=False)).velocity
+
+
+def diffusers_forward(reference: Any, case: Case) -> Tensor:
+    inputs = case.inputs(TINY_TRANSFORMER, is_guided=False)
+    batch, _, frames, height, width = inputs.noisy.shape
+    text = inputs.cond.expand(batch, -1, -1)
+    if inputs.clean is None or inputs.mask is None or inputs.frame_mask is None:
+        velocity: Tensor = reference(inputs.noisy, torch.full((batch,), 700.0), text).sample
+        return velocity
+    x = inputs.noisy * inputs.mask + inputs.clean * (1 - inputs.mask)
+    per_token = (700.0 * inputs.frame_mask).repeat_interleave(height // 2 * (width // 2), dim=1)
+    velocity = reference(x, per_token, text).sample
+    return velocity
+
+
+# ---- ComfyUI ---------------------------------------------------------------------------------------------------
+
+# (case, sampler, scheduler, shift, steps, cfg, denoise)
+COMFYUI_RUNS = tuple(
+    (case, sampler, "simple", shift, COMFYUI_STEPS, 5.0, 1.0)
+    for case in ("text-to-video", "image-to-video")
+    for sampler, shift in (("euler", 5.0), ("uni_pc", 8.0))
+)
+
+
+def comfyui_rows(base: Path) -> Iterator[Row]:
+    """Stock nodes once, this project's once for each mesh, all in one ComfyUI over HTTP."""
+    server = ComfyServer(
+        comfyui=find_comfyui(ROOT),
+        base=base,
+        packs={PACK_FOLDER: ROOT},
+        extra_args=("--force-fp32",),
+    )
+    with server:
+        server.upload_image("start.png", start_image())
+        for mesh in COMFYUI_MESHES:
+            result = server.run(comfyui_graph(mesh), timeout_s=RUN_TIMEOUT_S)
+            if result.status != "success":
+                raise ParityError(f"ComfyUI ended the graph of mesh {mesh} with {result.status}\n{result.error}")
+            for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(COMFYUI_RUNS):
+                stock, own = (
+                    load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))["latent_tensor"]
+                    for kind in ("stock", "own")
+                )
+                yield compare(
+                    own,
+                    stock,
+                    mesh=mesh,
+                    case=f"{case}, {sampler}, {scheduler}, {steps} steps",
+                    reference="comfyui-ksampler",
+                    limit=COMFYUI_LIMIT,
+                )
+
+
+def comfyui_graph(mesh: str) -> dict[str, Any]:
+    """Every run of COMFYUI_RUNS by a KSampler and by a WanDistSampler, from one file, latent and seed."""
+
+    def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+        return {"class_type": class_type, "inputs": inputs}
+
+    graph = {
+        "stock_model": node("UNETLoader", unet_name=MODEL_NAME, weight_dtype="default"),
+        "own_model": node(
+            "WanDistLoadModel",
+            model_name=MODEL_NAME,
+            dtype="float32",
+            mesh=mesh,
+            devices=f"cpu:{mesh_degrees(mesh).world_size}",
+            compile=False,
+        ),
+        "image": node("LoadImage", image="start.png"),
+    }
+    for name in ("positive", "negative"):
+        graph[name] = node("WanDistLoadConditioning", file=f"{name}.safetensors [input]")
+    size = {"width": 96, "height": 96, "length": 9, "batch_size": 1}
+    for case, start in (("text-to-video", {}), ("image-to-video", {"start_image": ["image", 0]})):
+        graph[case] = node(
+            "WanDistImageToVideoLatent",
+            model=["own_model", 0],
+            vae_name=VAE_NAME,
+            vae_dtype="float32",
+            **size,
+            **start,
+        )
+    for index, (case, sampler, scheduler, shift, steps, cfg, denoise) in enumerate(COMFYUI_RUNS):
+        common = {
+            "positive": ["positive", 0],
+            "negative": ["negative", 0],
+            "latent_image": [case, 0],
+            "seed": 42,
+            "steps": steps,
+            "cfg": cfg,
+            "sampler_name": sampler,
+            "scheduler": scheduler,
+            "denoise": denoise,
+        }
+        graph[f"shift_{index}"] = node("ModelSamplingSD3", model=["stock_model", 0], shift=shift)
+        graph[f"stock_{index}"] = node("KSampler", model=[f"shift_{index}", 0], **common)
+        graph[f"own_{index}"] = node("WanDistSampler", model=["own_model", 0], shift=shift, **common)
+        for kind in ("stock", "own"):
+            graph[f"save_{kind}_{index}"] = node(
+                "SaveLatent", samples=[f"{kind}_{index}", 0], filename_prefix=f"{kind}_{index}"
+            )
+    return graph
+
+
+def start_image() -> bytes:
+    """A PNG of seeded noise."""
+    pixels = torch.randint(0, 256, (96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""A client to be killed: starts a group of two stub ranks and says how far it is.
+
+    python tests/group_client.py LOG MOMENT
+
+MOMENT is where it stays for ever: launched, hello, idle, job, stuck. It prints "there" then.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from group_kit import stub_request, stub_spec
+
+from comfy_wan_dist.group.client import WorkerGroup
+from comfy_wan_dist.group.launch import StartingGroup
+
+
+def main(log: Path, moment: str) -> None:
+    build = "build_slowly" if moment == "hello" else "build"
+    starting = StartingGroup(stub_spec(log, build=build))
+    if moment == "launched":
+        stay()
+    if moment == "hello":
+        waiting = threading.Thread(target=starting.wait_ready, args=(threading.Event(),))
+        waiting.start()
+        while not starting._processes.ranks:
+            time.sleep(0.001)
+        stay()
+    group = WorkerGroup(starting.wait_ready(threading.Event()))
+    if moment == "idle":
+        stay()
+    with group.parcel() as parcel:
+        request = stub_request(parcel, {"job": "sleep:2000", "stuck": "hang"}[moment])
+        told = threading.Timer(0.5, lambda: print("there", flush=True))
+        told.start()
+        group.run_blocking(request, parcel.fds)
+
+
+def stay() -> None:
+    print("there", flush=True)
+    time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

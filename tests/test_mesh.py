@@ -1,0 +1,385 @@
+"""The mesh: its spelling, rank tables, refusals, shards, devices, choice and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comfy_wan_dist.ipc.errors import ConfigError, MeshError
+from comfy_wan_dist.mesh.choice import choose_mesh
+from comfy_wan_dist.mesh.degrees import AXES, MeshDegrees, parse_mesh
+from comfy_wan_dist.mesh.devices import DeviceList, parse_devices
+from comfy_wan_dist.mesh.layout import all_places, coordinates, groups
+from comfy_wan_dist.mesh.memory import WORKING_BYTES, MemoryNeed, fitting_mesh, weights_per_rank
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.shards import ShardRange, shard_range
+from comfy_wan_dist.mesh.validate import (
+    allowed_tp,
+    allowed_ulysses,
+    validate_axes,
+    validate_devices,
+    validate_grid,
+    validate_model,
+)
+from devtools.checkpoints import TINY_TRANSFORMER
+from workers.checkpoint.load import build_model, shard_bytes
+from workers.parallel.collectives import AxisGroup, Ledger
+
+TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
+SMALL_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=1, in_dim=48, out_dim=48)
+
+
+def tp_group(size: int, rank: int = 0) -> AxisGroup:
+    return AxisGroup(axis="tp", size=size, rank=rank, group=None, ledger=Ledger())
+
+
+def cuda(count: int) -> DeviceList:
+    return DeviceList(kind="cuda", indices=tuple(range(count)))
+
+
+# ---- spelling
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees"),
+    [
+        ("single", MeshDegrees()),
+        ("cfg2", MeshDegrees(cfg=2)),
+        ("ulysses2-tp2", MeshDegrees(ulysses=2, tp=2)),
+        ("dp2-cfg2-ulysses2", MeshDegrees(dp=2, cfg=2, ulysses=2)),
+        ("pp3", MeshDegrees(pp=3)),
+        ("ring5", MeshDegrees(ring=5)),
+        ("dp2-cfg2-pp3-ring4-ulysses5-tp6", MeshDegrees(dp=2, cfg=2, pp=3, ring=4, ulysses=5, tp=6)),
+    ],
+)
+def test_mesh_has_one_spelling(text: str, degrees: MeshDegrees) -> None:
+    assert parse_mesh(text) == degrees
+    assert str(degrees) == text
+
+
+@given(st.fixed_dictionaries({axis: st.integers(1, 2 if axis == "cfg" else 1024) for axis in AXES}))
+def test_mesh_round_trip(degrees: dict[str, int]) -> None:
+    mesh = MeshDegrees(**degrees)
+    assert parse_mesh(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize("text", ["auto", "", " AUTO "])
+def test_auto_is_no_mesh_yet(text: str) -> None:
+    assert parse_mesh(text) is None
+
+
+@pytest.mark.parametrize("text", [" Ulysses2 - TP2 ", "ulysses2-tp2", "cfg1-ulysses2-tp2"])
+def test_parse_forgives_capitals_spaces_and_degrees_of_1(text: str) -> None:
+    assert parse_mesh(text) == MeshDegrees(ulysses=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", "'tp' is not an axis with a degree"),
+        ("2", "'2' is not an axis with a degree"),
+        ("sp2", "'sp2' is not an axis with a degree"),
+        ("tp2,cfg2", "not an axis with a degree"),
+        ("tp-2", "not an axis with a degree"),
+        ("tp2-", "'' is not an axis"),
+        ("tp\u00b2", "not an axis with a degree"),
+        ("tp2-tp2", "names tp twice"),
+        ("tp2-cfg2", "write cfg2-tp2"),
+        ("tp0", "degree of tp is 0; it must be a whole number from 1 to 1024"),
+        ("tp2000", "degree of tp is 2000"),
+        ("cfg3", "cfg3 is not possible"),
+    ],
+)
+def test_parse_refuses(text: str, message: str) -> None:
+    with pytest.raises(MeshError) as refusal:
+        parse_mesh(text)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("degree", [0, -1, 1.5, "2", None])
+def test_degrees_must_be_positive_whole_numbers(degree: object) -> None:
+    with pytest.raises(MeshError, match="whole number"):
+        MeshDegrees(tp=degree)  # type: ignore[arg-type]
+
+
+# ---- rank tables
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "expected"),
+    [
+        ("ulysses2-tp2", ("tp",), [(0, 1), (2, 3)]),
+        ("ulysses2-tp2", ("ring", "ulysses"), [(0, 2), (1, 3)]),
+        ("dp2-ulysses2-tp2", ("tp",), [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("dp2-ulysses2-tp2", ("ring", "ulysses"), [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("cfg2-ulysses2-tp2", ("cfg",), [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("cfg2-ulysses2-tp2", ("ulysses",), [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("cfg2-ulysses2-tp2", ("tp",), [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("ring2-ulysses2", ("ring", "ulysses"), [(0, 1, 2, 3)]),
+        ("ring2-ulysses2", ("ring",), [(0, 2), (1, 3)]),
+    ],
+)
+def test_groups(mesh: str, axes: tuple[str, ...], expected: Sequence[tuple[int, ...]]) -> None:
+    degrees = parse_mesh(mesh)
+    assert degrees is not None
+    assert groups(degrees, axes) == expected
+
+
+def test_rank_follows_the_formula_and_the_order_of_places() -> None:
+    degrees = MeshDegrees(dp=2, cfg=2, pp=3, ring=2, ulysses=3, tp=2)
+    assert degrees.world_size == 144
+    assert degrees.plane_size == 72
+    assert degrees.cp == 6
+    for rank, place in enumerate(all_places(degrees)):
+        dp, cfg, pp, ring, ulysses, tp = place
+        assert rank == ((((dp * 2 + cfg) * 3 + pp) * 2 + ring) * 3 + ulysses) * 2 + tp
+        assert tuple(coordinates(degrees, rank).values()) == place
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_groups_of_an_axis_hold_each_rank_once(axis: str) -> None:
+    degrees = MeshDegrees(dp=2, cfg=2, pp=3, ring=2, ulysses=3, tp=2)
+    found = groups(degrees, (axis,))
+    assert sorted(rank for ranks in found for rank in ranks) == list(range(degrees.world_size))
+    for ranks in found:
+        assert [coordinates(degrees, rank)[axis] for rank in ranks] == list(range(degrees.degree(axis)))
+
+
+def test_coordinates_refuse_a_rank_outside() -> None:
+    with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
+        coordinates(MeshDegrees(tp=4), 4)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "ring"])
+def test_unimplemented_axis_is_refused_by_name(axis: str) -> None:
+    with pytest.raises(MeshError, match=rf"^mesh {axis}2-tp2 uses {axis}, .*use cfg, ulysses, tp$"):
+        validate_axes(MeshDegrees(**{axis: 2, "tp": 2}))
+
+
+def test_implemented_axes_are_accepted() -> None:
+    validate_axes(MeshDegrees(cfg=2, ulysses=4, tp=8))
+
+
+def test_mesh_larger_than_its_devices_is_refused() -> None:
+    validate_devices(MeshDegrees(tp=4), cuda(4))
+    with pytest.raises(MeshError, match=r"mesh tp4 needs 4 devices but 2 are given \(0,1\)"):
+        validate_devices(MeshDegrees(tp=4), cuda(2))
+    with pytest.raises(MeshError, match=r"1 is given \(cpu:1\)"):
+        validate_devices(MeshDegrees(tp=2), parse_devices("cpu:1", visible_cuda=0))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (
+            MeshDegrees(tp=5),
+            "tp5 does not divide this model's 24 heads and 14336 FFN channels; tp may be 1, 2, 4, 8",
+        ),
+        # 3 divides the heads but not the FFN.
+        (MeshDegrees(tp=3), "tp may be 1, 2, 4, 8"),
+        (
+            MeshDegrees(ulysses=5),
+            "ulysses5 does not divide the 24 heads per rank; ulysses may be 1, 2, 3, 4, 6, 8, 12, 24",
+        ),
+        (
+            MeshDegrees(ulysses=4, tp=4),
+            "ulysses4 does not divide the 6 heads per rank (24 / tp4); ulysses may be 1, 2, 3, 6",
+        ),
+        (MeshDegrees(pp=31), "pp31 is more stages than the model's 30 blocks"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(mesh: MeshDegrees, message: str) -> None:
+    with pytest.raises(MeshError) as refusal:
+        validate_model(mesh, TI2V_5B)
+    assert message in str(refusal.value)
+
+
+def test_every_allowed_degree_is_accepted_and_no_other() -> None:
+    for tp in range(1, 30):
+        for ulysses in range(1, 30):
+            mesh = MeshDegrees(tp=tp, ulysses=ulysses)
+            divides = 24 % tp == 0 and 14336 % tp == 0 and (24 // tp) % ulysses == 0
+            if divides:
+                validate_model(mesh, TI2V_5B)
+                assert tp in allowed_tp(TI2V_5B)
+                assert ulysses in allowed_ulysses(TI2V_5B, tp)
+            else:
+                with pytest.raises(MeshError):
+                    validate_model(mesh, TI2V_5B)
+
+
+def test_grid_with_fewer_tokens_than_shards_is_refused() -> None:
+    grid = LatentGrid(frames=1, rows=1, columns=3)
+    validate_grid(MeshDegrees(ulysses=3), grid)
+    with pytest.raises(MeshError, match="4 token shards but it has only 3 tokens"):
+        validate_grid(MeshDegrees(ulysses=4), grid)
+
+
+# ---- shards
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "sizes"),
+    [(27, 4, (7, 7, 7, 6)), (27280, 2, (13640, 13640)), (3, 4, (1, 1, 1, 0)), (12090, 8, (1512, 1512) + 6 * (1511,))],
+)
+def test_shard_sizes(length: int, parts: int, sizes: tuple[int, ...]) -> None:
+    assert shard_range(length, parts=parts, rank=0).sizes == sizes
+
+
+@given(st.integers(0, 10**6), st.integers(1, 64))
+def test_shards_tile_the_whole(length: int, parts: int) -> None:
+    shards = [shard_range(length, parts=parts, rank=rank) for rank in range(parts)]
+    assert shards[0].start == 0
+    assert shards[-1].stop == length
+    assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
+    assert max(s.size for s in shards) - min(s.size for s in shards) <= 1
+    assert shards[-1] == ShardRange(sizes=shards[0].sizes, rank=parts - 1)
+
+
+# ---- devices
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "kind", "indices", "printed"),
+    [
+        ("all", 4, "cuda", (0, 1, 2, 3), "0,1,2,3"),
+        ("", 1, "cuda", (0,), "0"),
+        ("ALL", 0, "cpu", (0,), "cpu:1"),
+        ("cpu", 4, "cpu", (0,), "cpu:1"),
+        ("cpu:4", 0, "cpu", (0, 1, 2, 3), "cpu:4"),
+        (" 3, 1 ", 4, "cuda", (3, 1), "3,1"),
+    ],
+)
+def test_devices(text: str, visible: int, kind: str, indices: tuple[int, ...], printed: str) -> None:
+    devices = parse_devices(text, visible_cuda=visible)
+    assert devices == DeviceList(kind=kind, indices=indices)
+    assert str(devices) == printed
+    assert parse_devices(printed, visible_cuda=4) == devices
+
+
+def test_first_devices_are_taken_in_order() -> None:
+    assert parse_devices("3,1,2", visible_cuda=4).take(2).indices == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "message"),
+    [
+        ("0,0", 2, "names a device twice"),
+        ("0,2", 2, r"CUDA device 2, .*visible: 0 to 1"),
+        ("0", 0, r"CUDA device 0, .*visible: none"),
+        ("cpu:0", 0, "from 1 to 64"),
+        ("cpu:65", 0, "from 1 to 64"),
+        ("gpu:0", 1, "not understood; write all, CUDA indices"),
+        ("0-3", 4, "not understood"),
+        ("-1", 4, "not understood"),
+        ("0,", 4, "not understood"),
+        ("cuda:0", 1, "not understood"),
+    ],
+)
+def test_devices_refused(text: str, visible: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_devices(text, visible_cuda=visible)
+
+
+# ---- choice
+
+
+@pytest.mark.parametrize(
+    ("devices", "guided", "mesh"),
+    [
+        (1, True, "single"),
+        (2, True, "cfg2"),
+        (2, False, "ulysses2"),
+        (3, True, "ulysses3"),
+        (4, True, "cfg2-ulysses2"),
+        (4, False, "ulysses4"),
+        (5, True, "cfg2-ulysses2"),
+        (6, True, "cfg2-ulysses3"),
+        (8, True, "cfg2-ulysses4"),
+        (8, False, "ulysses8"),
+        (16, True, "cfg2-ulysses8"),
+        (32, False, "ulysses24"),
+        (64, True, "cfg2-ulysses24"),
+    ],
+)
+def test_auto_takes_guidance_then_ulysses_then_tp(devices: int, guided: bool, mesh: str) -> None:
+    chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
+    assert str(chosen) == mesh
+    validate_model(chosen, TI2V_5B)
+
+
+# ---- memory
+
+
+def test_parameter_count_of_ti2v_5b() -> None:
+    assert TI2V_5B.parameters_per_rank(1) == 4_999_787_712
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("shape", [TINY_TRANSFORMER, SMALL_5B], ids=["tiny", "one block of 5B"])
+def test_parameters_per_rank_equal_the_sharded_model(shape: WanShape, tp: int) -> None:
+    model = build_model(shape, tp=tp_group(tp, tp - 1), dtype=torch.bfloat16, device=torch.device("meta"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == shape.parameters_per_rank(tp)
+    need = weights_per_rank(shape, MeshDegrees(ulysses=2, tp=tp), bytes_per_parameter=4)
+    assert need == count * 4 == shard_bytes(shape, tp=tp_group(tp), dtype=torch.float32)
+
+
+def fitting(free_bytes: int, *, world_size: int = 8, is_shared: bool = False) -> str:
+    return str(
+        fitting_mesh(
+            TI2V_5B,
+            world_size=world_size,
+            bytes_per_parameter=2,
+            free_bytes=free_bytes,
+            devices_share_memory=is_shared,
+        )
+    )
+
+
+def need_of(tp: int) -> int:
+    weights = weights_per_rank(TI2V_5B, MeshDegrees(tp=tp), bytes_per_parameter=2)
+    assert MemoryNeed(weights=weights).total == weights + WORKING_BYTES
+    return weights + WORKING_BYTES
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "mesh"),
+    [
+        (need_of(1), "ulysses8"),
+        (need_of(1) - 1, "ulysses4-tp2"),
+        (need_of(2) - 1, "ulysses2-tp4"),
+        (need_of(4) - 1, "tp8"),
+        (need_of(8), "tp8"),
+        (need_of(8) - 1, "None"),
+    ],
+)
+def test_fitting_mesh_has_the_smallest_tp_that_fits(free_bytes: int, mesh: str) -> None:
+    assert fitting(free_bytes) == mesh
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "mesh"),
+    [
+        (8 * need_of(1), "ulysses8"),
+        (2 * need_of(1), "ulysses2"),
+        (need_of(1), "single"),
+        # Ranks that share one memory need more of it together, the more they are.
+        (need_of(1) - 1, "None"),
+    ],
+)
+def test_fitting_mesh_counts_all_ranks_where_they_share_memory(free_bytes: int, mesh: str) -> None:
+    assert fitting(free_bytes, is_shared=True) == mesh
+
+
+def test_fitting_mesh_stays_within_the_world() -> None:
+    assert fitting(need_of(2), world_size=2) == "tp2"
+    assert fitting(need_of(4), world_size=2) == "None"

@@ -1,0 +1,461 @@
+"""Model files: what is read from a header, what is recognised, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.header import ITEM_BYTES, MAX_HEADER_BYTES, ModelFile, TensorEntry, read_model_file
+from comfy_wan_dist.model_file.wan import PREFIXES, expected_parameters, read_wan_file
+from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights
+from devtools.references import TRANSFORMER_NAMES, renamed
+
+SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
+
+
+def write_raw(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
+    """A file with this header (JSON unless bytes), telling `length` as its length."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if length is None else length) + raw + data)
+    return path
+
+
+def tensor(start: int, stop: int, *, dtype: str = "U8", shape: list[int] | None = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """The message of the ModelFileError that `action` raises: one line, and never a path of many lines."""
+    with pytest.raises(ModelFileError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.safetensors"
+
+
+# ---- header
+
+
+def test_entries_say_where_tensors_lie(file: Path) -> None:
+    tensors = {"a": torch.arange(6).view(2, 3).half(), "b": torch.zeros(0), "c": torch.tensor(2.5)}
+    save_file(tensors, file, metadata={"about": "test"})
+    model = read_model_file(str(file))
+    assert model.path == str(file)
+    assert model.file_bytes == file.stat().st_size
+    assert model.mtime_ns == file.stat().st_mtime_ns
+    assert {name: (entry.dtype, entry.shape) for name, entry in model.entries.items()} == {
+        "a": ("F16", (2, 3)),
+        "b": ("F32", (0,)),
+        "c": ("F32", ()),
+    }
+    content = file.read_bytes()
+    entry = model.entries["a"]
+    assert content[entry.start : entry.stop] == tensors["a"].numpy().tobytes()
+    assert entry.path == str(file)
+
+
+def test_item_sizes_are_those_of_the_format(file: Path) -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+        save_file({"x": torch.zeros(3, dtype=dtype)}, file)
+        entry = read_model_file(str(file)).entries["x"]
+        assert ITEM_BYTES[entry.dtype] == dtype.itemsize
+
+
+@pytest.mark.parametrize("size", [0, 1, 7])
+def test_file_shorter_than_a_length_is_refused(file: Path, size: int) -> None:
+    file.write_bytes(b"\0" * size)
+    assert refusal(lambda: read_model_file(str(file))) == f"model.safetensors has only {size} bytes; download it again"
+
+
+@pytest.mark.parametrize("length", [3, 100, MAX_HEADER_BYTES + 1, 2 * 2**30, 2**63, 2**64 - 1])
+def test_header_longer_than_the_file_is_refused(file: Path, length: int) -> None:
+    write_raw(file, {}, length=length)
+    message = refusal(lambda: read_model_file(str(file)))
+    assert f"its header has {length} bytes, but the file has 10" in message
+
+
+def test_header_over_the_limit_is_refused_without_being_read(file: Path) -> None:
+    write_raw(file, {}, length=2 * 2**30)
+    os.truncate(file, 3 * 2**30)  # sparse
+    assert "its header has 2147483648 bytes" in refusal(lambda: read_model_file(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"not json", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b"[" * 200_000, "is not JSON"),
+        (b"[]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
+        ({"x": None}, "entry of 'x' is incomplete"),
+        ({"x": []}, "entry of 'x' is incomplete"),
+        ({"x": {"dtype": "U8", "shape": [0]}}, "entry of 'x' is incomplete"),
+        ({"x": {"dtype": "U8", "shape": [0], "data_offsets": [0]}}, "entry of 'x' is incomplete"),
+        ({"x": tensor(0, 0, dtype="X9")}, "'x' has the type 'X9', which is not known; known are F64"),
+        ({"x": tensor(0, 0) | {"dtype": ["U8"]}}, "which is not known"),
+        ({"x": tensor(0, 8, dtype="F32", shape=[3])}, "do not give its bytes 0..8"),
+        ({"x": tensor(0, 8, shape=[-2, -4])}, "do not give its bytes"),
+        ({"x": tensor(0, 8, shape=[8.0])}, "do not give its bytes"),  # type: ignore[list-item]
+        ({"x": tensor(0, 8, shape=[True] * 3 + [8])}, "do not give its bytes"),
+        ({"x": tensor(8, 0, shape=[])}, "do not give its bytes"),
+        ({"x": tensor(0, 1, shape=[1] * 17)}, "do not give its bytes"),
+        ({"x": tensor(0, 8) | {"shape": "8"}}, "do not give its bytes"),
+        ({"x": tensor(0, 8, shape=[2**62, 2**62])}, "do not give its bytes"),
+        ({"x": tensor(0, 6), "y": tensor(4, 8)}, "'y' overlaps the tensor before it"),
+        ({"x": tensor(0, 4), "y": tensor(0, 8)}, "'y' overlaps the tensor before it"),
+        ({"x": tensor(0, 3), "y": tensor(4, 8)}, "'y' leaves a gap before it"),
+        ({"x": tensor(1, 8)}, "'x' leaves a gap before it"),
+        ({"x": tensor(0, 7)}, "its header describes"),
+        ({"x": tensor(0, 9)}, "it is truncated or damaged: download it again"),
+        ({}, "its header describes"),
+    ],
+)
+def test_damaged_header_is_refused(file: Path, header: object, message: str) -> None:
+    write_raw(file, header, b"\0" * 8)
+    assert message in refusal(lambda: read_model_file(str(file)))
+
+
+def test_truncated_file_is_refused(file: Path) -> None:
+    save_file({"x": torch.zeros(100)}, file)
+    os.truncate(file, file.stat().st_size - 1)
+    message = refusal(lambda: read_model_file(str(file)))
+    size = file.stat().st_size
+    assert message.startswith(f"model.safetensors has {size} bytes but its header describes {size + 1};")
+
+
+@pytest.mark.parametrize("name", ["model.pth", "model.pt", "model.ckpt", "model.bin", "model.gguf", "model"])
+def test_other_kinds_of_file_are_refused_unopened(tmp_path: Path, name: str) -> None:
+    # It does not exist: had it been opened, the message would be another.
+    message = refusal(lambda: read_model_file(str(tmp_path / name)))
+    assert message.startswith(f"{name} is not a .safetensors file; pickled checkpoints can run code")
+
+
+def test_missing_file_and_folder_are_refused(file: Path) -> None:
+    assert "No such file" in refusal(lambda: read_model_file(str(file)))
+    file.mkdir()
+    assert "cannot be read: Is a directory" in refusal(lambda: read_model_file(str(file)))
+
+
+def test_symlink_loop_is_refused(file: Path) -> None:
+    file.symlink_to(file.name)
+    assert "cannot be read: Too many levels of symbolic links" in refusal(lambda: read_model_file(str(file)))
+
+
+def test_symlink_to_a_file_is_followed(file: Path, tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(3)}, tmp_path / "stored.safetensors")
+    file.symlink_to("stored.safetensors")
+    assert read_model_file(str(file)).entries["x"].shape == (3,)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 70) | st.floats() | st.sampled_from([*ITEM_BYTES, "F99", ""]),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", "x"]), inner, max_size=4),
+    max_leaves=12,
+)
+headers = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "__metadata__"]),
+    json_values
+    | st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(list(ITEM_BYTES)) | json_values,
+            "shape": st.lists(st.integers(0, 9), max_size=3) | json_values,
+            "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | json_values,
+        }
+    ),
+    max_size=3,
+)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    read_or_refuse(tmp_path_factory, content)
+
+
+@given(headers, st.binary(max_size=64), st.integers(-9, 9))
+def test_any_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], data: bytes, wrong_by: int
+) -> None:
+    raw = json.dumps(header).encode()
+    length = max(0, len(raw) + (wrong_by if abs(wrong_by) > 5 else 0))
+    read_or_refuse(tmp_path_factory, struct.pack("<Q", length) + raw + data)
+
+
+@given(st.data())
+def test_any_damage_to_a_real_file_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(REAL)
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(content)) | st.just(len(content)))
+    read_or_refuse(tmp_path_factory, bytes(content[:cut]))
+
+
+REAL = struct.pack("<Q", 128) + json.dumps({"a": tensor(0, 8), "b": tensor(8, 16, dtype="F32", shape=[2])}).encode().ljust(128) + bytes(16)  # fmt: skip
+
+
+def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
+    path.write_bytes(content)
+    try:
+        model = read_model_file(str(path))
+    except ModelFileError as error:
+        assert "\n" not in str(error)
+        return
+    # What is accepted tiles the file.
+    position = 8 + struct.unpack("<Q", content[:8])[0]
+    for entry in sorted(model.entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        assert entry.start == position
+        position = entry.stop
+    assert position == len(content)
+
+
+# ---- several files
+
+
+def write_shards(folder: Path, parts: int = 3) -> list[Path]:
+    """A model in `parts` files with an index, named as the official one."""
+    weights = transformer_weights(SHAPE, seed=1)
+    paths = [folder / f"diffusion_pytorch_model-{i + 1:05}-of-{parts:05}.safetensors" for i in range(parts)]
+    weight_map = {}
+    for i, path in enumerate(paths):
+        part = {name: value for j, (name, value) in enumerate(weights.items()) if j % parts == i}
+        save_file(part, path)
+        weight_map.update(dict.fromkeys(part, path.name))
+    write_index(folder, weight_map)
+    return paths
+
+
+def write_index(folder: Path, weight_map: object) -> Path:
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return index
+
+
+def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path)
+    for path in paths:
+        model = read_model_file(str(path))
+        assert model.file_bytes == sum(p.stat().st_size for p in paths)
+        assert model.mtime_ns == max(p.stat().st_mtime_ns for p in paths)
+        assert {entry.path for entry in model.entries.values()} == {str(p) for p in paths}
+        assert read_wan_file(model).shape == SHAPE
+
+
+def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    first, second, _ = write_shards(tmp_path)
+    second.unlink()
+    message = refusal(lambda: read_model_file(str(first)))
+    assert f"names the shard {second.name}, which is not there; put all shards in one folder" in message
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "", ".", "..", 3, None, "x.pth"])
+def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: object) -> None:
+    first, *_ = write_shards(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path.parent / "x.safetensors")
+    write_index(tmp_path, {"head.modulation": name})
+    message = refusal(lambda: read_model_file(str(first)))
+    assert "diffusion_pytorch_model.safetensors.index.json" in message
+
+
+def test_shard_with_an_impossible_name_is_refused(tmp_path: Path) -> None:
+    first, *_ = write_shards(tmp_path)
+    for stem in ("x" * 235, "x\0"):
+        write_index(tmp_path, {"head.modulation": f"{stem}-00001-of-00003.safetensors"})
+        assert "which is not there" in refusal(lambda: read_model_file(str(first)))
+
+
+@given(json_values)
+def test_any_index_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, weight_map: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz-00001-of-00001.safetensors"
+    save_file({"x": torch.zeros(1)}, path)
+    index = path.with_name("fuzz.safetensors.index.json")
+    for content in (weight_map, {"weight_map": weight_map}, {"weight_map": {"x": path.name, "y": weight_map}}):
+        index.write_text(json.dumps(content))
+        with contextlib.suppress(ModelFileError):
+            assert set(read_model_file(str(path)).entries) <= {"x"}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\ufffd"])
+def test_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+    first, *_ = write_shards(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(content)
+    message = refusal(lambda: read_model_file(str(first)))
+    assert "is one shard of several, but its index" in message
+
+
+def test_shard_without_index_is_refused(tmp_path: Path) -> None:
+    first, *_ = write_shards(tmp_path)
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").unlink()
+    assert "put all shards and the index in one folder" in refusal(lambda: read_model_file(str(first)))
+
+
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    first, second, _ = write_shards(tmp_path)
+    save_file({"head.modulation": torch.zeros(1, 2, SHAPE.dim), "patch_embedding.bias": torch.zeros(128)}, second)
+    message = refusal(lambda: read_model_file(str(first)))
+    assert f"{second.name} repeats the tensor 'head.modulation' of another shard" in message
+
+
+# ---- recognition
+
+
+def model_file(shapes: Mapping[str, tuple[int, ...]], dtype: str = "F16") -> ModelFile:
+    """A file of these tensors, without the file."""
+    entries = {
+        name: TensorEntry(dtype=dtype, shape=shape, path="some.safetensors", start=0, stop=0)
+        for name, shape in shapes.items()
+    }
+    return ModelFile(path="folder/some.safetensors", entries=entries, file_bytes=0, mtime_ns=0)
+
+
+def wan_shapes(shape: WanShape = SHAPE) -> dict[str, tuple[int, ...]]:
+    return expected_parameters(shape)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_wan_file_is_recognised_behind_a_prefix(prefix: str) -> None:
+    shapes = {prefix + name: shape for name, shape in wan_shapes().items()}
+    file = read_wan_file(model_file(shapes))
+    assert file.shape == SHAPE
+    assert set(file.entries) == set(wan_shapes())
+
+
+def test_tensors_beside_the_prefix_are_left_alone() -> None:
+    shapes = {"model.diffusion_model." + name: shape for name, shape in wan_shapes().items()}
+    file = read_wan_file(model_file(shapes | {"first_stage_model.decoder.conv1.weight": (1,)}))
+    assert set(file.entries) == set(wan_shapes())
+
+
+def test_ti2v_5b_is_recognised() -> None:
+    shape = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
+    shapes = wan_shapes(shape)
+    assert len(shapes) == 825
+    assert sum(torch.Size(s).numel() for s in shapes.values()) == 4_999_787_712
+    assert read_wan_file(model_file(shapes)).shape == shape
+
+
+def test_missing_tensors_are_named() -> None:
+    shapes = wan_shapes()
+    del shapes["blocks.1.ffn.2.bias"], shapes["text_embedding.2.weight"]
+    message = refusal(lambda: read_wan_file(model_file(shapes)))
+    assert message.startswith("some.safetensors lacks 2 tensors, the first is blocks.1.ffn.2.bias;")
+
+
+@pytest.mark.parametrize(
+    "name", ["patch_embedding.weight", "head.head.weight", "blocks.0.ffn.0.weight", "text_embedding.0.weight"]
+)
+def test_missing_tensor_that_tells_the_shape_is_named(name: str) -> None:
+    shapes = wan_shapes()
+    del shapes[name]
+    assert f"lacks the tensor {name}" in refusal(lambda: read_wan_file(model_file(shapes)))
+
+
+@pytest.mark.parametrize("name", ["blocks.0.extra", "scaled_fp8", "blocks.0.ffn.0.scale_weight", "blocks.70000.x"])
+def test_extra_tensor_is_refused_by_name(name: str) -> None:
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: (1,)})))
+    assert f"the first is {name}; it is another kind of model" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("blocks.0.self_attn.q.weight", (128, 64), "its other tensors ask for [128, 128]"),
+        ("blocks.1.ffn.0.bias", (65,), "its other tensors ask for [64]"),
+        ("head.modulation", (2, 128), "head.modulation has shape [2, 128]; it must have 3 dims"),
+        ("head.modulation", (1, 2, 130), "width 130, which is no multiple of 128"),
+        ("head.modulation", (1, 2, 0), "width 0"),
+        ("patch_embedding.weight", (128, 192), "must have 5 dims"),
+        ("text_embedding.0.weight", (), "must have 2 dims"),
+    ],
+)
+def test_tensor_of_another_shape_is_refused(name: str, shape: tuple[int, ...], message: str) -> None:
+    assert message in refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: shape})))
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I64"])
+def test_weights_of_another_type_are_refused(dtype: str) -> None:
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes(), dtype)))
+    assert f"as {dtype}; this version loads F32, F16, BF16, so choose a 16- or 32-bit file" in message
+
+
+@pytest.mark.parametrize(
+    ("dim", "in_dim", "out_dim", "name"),
+    [
+        (5120, 16, 16, "a Wan 14B text-to-video model with 16 input and 16 output channels"),
+        (5120, 36, 16, "a Wan 14B image-to-video model with 36 input and 16 output channels"),
+        (1536, 16, 16, "a Wan 1.3B text-to-video model"),
+        (3072, 100, 48, "a Wan variant of width 3072 with 100 input and 48 output channels"),
+    ],
+)
+def test_wan_models_of_another_kind_are_refused_by_name(dim: int, in_dim: int, out_dim: int, name: str) -> None:
+    shape = WanShape(dim=dim, ffn_dim=64, num_layers=1, in_dim=in_dim, out_dim=out_dim)
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes(shape))))
+    assert f"some.safetensors is {name}" in message
+    assert "this version runs Wan2.2 TI2V-5B (48 and 48), so choose that file" in message
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        ("vace_patch_embedding.weight", "a Wan VACE model"),
+        ("img_emb.proj.0.bias", "a Wan2.1 image-to-video model"),
+        ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
+    ],
+)
+def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {tensor: (1,)})))
+    assert message == f"some.safetensors is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file"
+
+
+def diffusers_names() -> dict[str, tuple[int, ...]]:
+    return {renamed(name, TRANSFORMER_NAMES): shape for name, shape in wan_shapes().items()}
+
+
+def vae_names() -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in vae_weights(TINY_VAE, seed=0).items()}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "guess"),
+    [
+        (diffusers_names(), "it has the tensor names of a diffusers folder"),
+        (vae_names(), "it looks like a VAE"),
+        ({"encoder.block.0.layer.0.SelfAttention.q.weight": (4, 4)}, "it looks like a text encoder"),
+        ({"diffusion_model.blocks.0.ffn.0.lora_A.weight": (4, 4)}, "it looks like a LoRA"),
+        ({"something": (4, 4)}, "its 1 tensors have other names"),
+        ({}, "its 0 tensors have other names"),
+    ],
+)
+def test_other_models_are_refused_by_what_they_look_like(shapes: dict[str, tuple[int, ...]], guess: str) -> None:
+    message = refusal(lambda: read_wan_file(model_file(shapes)))
+    assert message == f"some.safetensors is not a Wan transformer: {guess}; choose a Wan2.2 TI2V-5B file"
+
+
+def test_file_name_does_not_matter(tmp_path: Path) -> None:
+    weights: dict[str, Tensor] = transformer_weights(SHAPE, seed=1)
+    path = tmp_path / "wan2.1_vae_14B_fp8.safetensors"
+    save_file(weights, path)
+    assert read_wan_file(read_model_file(str(path))).shape == SHAPE
