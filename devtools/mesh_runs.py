@@ -24,7 +24,7 @@ from workers.checkpoint.load import build_model, load_weights
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.collectives import Ledger
-from workers.parallel.compile import compile_blocks
+from workers.parallel.compile import compile_blocks, outside_graphs
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import build_groups
 from workers.pipeline import PlaneRunner
@@ -107,7 +107,12 @@ class Case:
             for frame, factor in enumerate(factors):
                 mask[sample, :, frame, :, : round(factor * self.width)] = 1
         return Inputs(
-            noisy=noisy, cond=cond, uncond=negative, clean=clean, mask=mask, frame_mask=mask.mean((1, 3, 4))
+            noisy=noisy,
+            cond=cond,
+            uncond=negative,
+            clean=clean,
+            mask=mask,
+            frame_mask=mask.mean((1, 3, 4)),
         )
 
 
@@ -154,17 +159,25 @@ class LocalJob:
 def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> ModelSpec:
     status = path.stat()
     return ModelSpec(
-        path=str(path), file_bytes=status.st_size, mtime_ns=status.st_mtime_ns, dtype=dtype, compile=compile
+        path=str(path),
+        file_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        dtype=dtype,
+        compile=compile,
     )
 
 
-def build_request(spec: ModelSpec, inputs: Inputs, schedule: Schedule) -> tuple[SampleRequest, list[Tensor]]:
+def build_request(
+    spec: ModelSpec, inputs: Inputs, schedule: Schedule
+) -> tuple[SampleRequest, list[Tensor]]:
     """The request and the tensors that its refs name; the last one is the result."""
     tensors: list[Tensor] = []
 
     def required(tensor: Tensor) -> TensorRef:
         tensors.append(tensor)
-        return TensorRef(buffer=len(tensors) - 1, offset=0, dtype="float32", shape=tuple(tensor.shape))
+        return TensorRef(
+            buffer=len(tensors) - 1, offset=0, dtype="float32", shape=tuple(tensor.shape)
+        )
 
     def optional(tensor: Tensor | None) -> TensorRef | None:
         return None if tensor is None else required(tensor)
@@ -193,7 +206,9 @@ def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
     degrees = mesh_degrees(mesh)
     groups = build_groups(degrees, rank, Ledger())
     votes = dist.new_group() if degrees.plane_size > 1 else None
-    return PlaneRunner(groups=groups, device=CPU), Agreement(rank=rank, size=degrees.plane_size, group=votes)
+    return PlaneRunner(groups=groups, device=CPU), Agreement(
+        rank=rank, size=degrees.plane_size, group=votes
+    )
 
 
 def mesh_degrees(mesh: str) -> MeshDegrees:
@@ -216,8 +231,9 @@ def sample_rank(
 class ForwardRun:
     """One forward of one rank.
 
-    velocity: [B, C, T, h, w], guided, whole on every rank. text_ledger: what encoding the prompts sent; ledger: what
-    the forward sent, guidance included and the gather of the result not. residuals: each block's output shard, unless blocks are compiled.
+    velocity: [B, C, T, h, w], guided, whole on every rank. text_ledger: what encoding the prompts
+    sent. ledger: what the forward sent, guidance included and the gather of the result not.
+    residuals: each block's output shard, unless blocks are compiled.
     """
 
     velocity: Tensor
@@ -231,6 +247,8 @@ def forward_rank(
 ) -> ForwardRun:
     """Predict the velocity at sigma 0.7 once, from the file to the whole latent."""
     groups = build_groups(mesh_degrees(mesh), rank, Ledger())
+    if compile_backend is not None:
+        groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
     model = build_model(file.shape, tp=groups.tp, dtype=torch.float32, device=CPU)
     load_weights(model, file, tp=groups.tp, report=lambda done, total: None)
@@ -243,7 +261,9 @@ def forward_rank(
     schedule = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
     request, tensors = build_request(spec, inputs, schedule)
     with torch.inference_mode():
-        run = prepare_sample(request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU)
+        run = prepare_sample(
+            request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
+        )
         apply_context_parallel(model, groups.ulysses, run.shard)
         conditioning = Conditioning(
             rope=run.rope,
@@ -256,7 +276,9 @@ def forward_rank(
         x = run.x if run.kept is None else run.kept.blend(run.x)
         velocity = guided_velocity(model, x, schedule.timesteps[0], conditioning, run.guidance)
         ledger = groups.ledger.lines()
-        tokens = groups.ulysses.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(0, 1)
+        tokens = groups.ulysses.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(
+            0, 1
+        )
     return ForwardRun(
         velocity=unpatchify(tokens, run.grid).contiguous(),
         text_ledger=text_ledger,

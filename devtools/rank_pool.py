@@ -35,7 +35,9 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", "devtools.rank_pool", "devtools.mesh_runs"])
+        self._context.set_forkserver_preload(
+            ["torch.distributed", "devtools.rank_pool", "devtools.mesh_runs"]
+        )
         self._ranks: list[_Rank] = []
 
     def __enter__(self) -> RankPool:
@@ -44,7 +46,9 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, world_size: int, function: Callable[..., T], *arguments: Any, timeout_s: float = 120) -> list[T]:
+    def run(
+        self, world_size: int, function: Callable[..., T], *arguments: Any, timeout_s: float = 120
+    ) -> list[T]:
         """function(rank, *arguments) on every rank; returns what the ranks return, in order.
 
         Raises RuntimeError with the traceback of the first rank that failed, or TimeoutError.
@@ -53,7 +57,9 @@ class RankPool:
             self._ranks.append(self._start())
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                self._ranks[rank].pipe.send((str(Path(folder) / "store"), rank, world_size, function, arguments))
+                self._ranks[rank].pipe.send(
+                    (str(Path(folder) / "store"), rank, world_size, function, arguments)
+                )
             deadline = time.monotonic() + timeout_s
             answers: list[Any] = [None] * world_size
             waiting = set(range(world_size))
@@ -73,7 +79,9 @@ class RankPool:
                     waiting.discard(rank)
                 if time.monotonic() > deadline:
                     self.close()
-                    raise TimeoutError(f"ranks {sorted(waiting)} of {world_size} did not answer in {timeout_s} s")
+                    raise TimeoutError(
+                        f"ranks {sorted(waiting)} of {world_size} did not answer in {timeout_s} s"
+                    )
         return answers
 
     def close(self) -> None:

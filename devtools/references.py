@@ -49,7 +49,9 @@ def build_diffusers_transformer(shape: WanShape, weights: Mapping[str, Tensor]) 
         num_layers=shape.num_layers,
         cross_attn_norm=True,
     )
-    reference.load_state_dict({renamed(name, TRANSFORMER_NAMES): value for name, value in weights.items()})
+    reference.load_state_dict(
+        {renamed(name, TRANSFORMER_NAMES): value for name, value in weights.items()}
+    )
     return reference.eval().requires_grad_(False)
 
 

@@ -83,11 +83,17 @@ class Row:
         return self.max_abs_err <= self.limit * self.ref_max  # false for NaN
 
 
-def compare(actual: Tensor, expected: Tensor, *, mesh: str, case: str, reference: str, limit: float) -> Row:
+def compare(
+    actual: Tensor, expected: Tensor, *, mesh: str, case: str, reference: str, limit: float
+) -> Row:
     if actual.shape != expected.shape:
-        raise ParityError(f"{case} on {mesh}: shape {list(actual.shape)}, {reference} has {list(expected.shape)}")
+        raise ParityError(
+            f"{case} on {mesh}: shape {list(actual.shape)}, {reference} has {list(expected.shape)}"
+        )
     if not bool(torch.isfinite(actual).all()) or not bool(expected.any()):
-        raise ParityError(f"{case} on {mesh}: the result is not finite, or the reference is all zero")
+        raise ParityError(
+            f"{case} on {mesh}: the result is not finite, or the reference is all zero"
+        )
     return Row(
         mesh=mesh,
         case=case,
@@ -117,7 +123,9 @@ def main() -> int:
         REPORT.parent.mkdir(exist_ok=True)
         REPORT.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     excess = [row for row in rows if not row.is_within]
-    print(f"parity: {len(rows)} rows, {len(excess)} over their limit, {time.monotonic() - started:.0f} s -> {REPORT}")
+    print(
+        f"parity: {len(rows)} rows, {len(excess)} over their limit, {time.monotonic() - started:.0f} s -> {REPORT}"
+    )
     return 1 if excess else 0
 
 
@@ -133,19 +141,26 @@ def write_files(base: Path) -> None:
     """ComfyUI's base folder with both models and two prompts."""
     for name in ("models/diffusion_models", "models/vae", "input"):
         (base / name).mkdir(parents=True)
-    save_file(transformer_weights(TINY_TRANSFORMER, seed=1), base / "models" / "diffusion_models" / MODEL_NAME)
+    save_file(
+        transformer_weights(TINY_TRANSFORMER, seed=1),
+        base / "models" / "diffusion_models" / MODEL_NAME,
+    )
     save_file(vae_weights(TINY_VAE, seed=2), base / "models" / "vae" / VAE_NAME)
     generator = torch.Generator().manual_seed(3)
     for name in ("positive", "negative"):
         save_conditioning(
-            base / "input" / f"{name}.safetensors", torch.randn(1, 512, TEXT_DIM, generator=generator)
+            base / "input" / f"{name}.safetensors",
+            torch.randn(1, 512, TEXT_DIM, generator=generator),
         )
 
 
 def show(row: Row) -> None:
     verdict = "ok" if row.is_within else "OVER THE LIMIT"
     ratio = row.max_abs_err / row.ref_max
-    print(f"{row.mesh:18} {row.case:45} {row.reference:17} {ratio:8.1e} of {row.limit:.0e}  {verdict}", flush=True)
+    print(
+        f"{row.mesh:18} {row.case:45} {row.reference:17} {ratio:8.1e} of {row.limit:.0e}  {verdict}",
+        flush=True,
+    )
 
 
 # ---- meshes against one process --------------------------------------------------------------------------------
@@ -155,13 +170,17 @@ def mesh_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
     expected: dict[str, Tensor] = {}
     for mesh in MESHES:
         world_size = mesh_degrees(mesh).world_size
-        results = pool.run(world_size, matrix_rank, mesh, spec, CASES, SOLVERS, timeout_s=RUN_TIMEOUT_S)[0]
+        results = pool.run(
+            world_size, matrix_rank, mesh, spec, CASES, SOLVERS, timeout_s=RUN_TIMEOUT_S
+        )[0]
         if mesh == "single":
             expected = results
             continue
         for case, result in results.items():
             limit = FORWARD_LIMIT if case.endswith("one forward") else RUN_LIMIT
-            yield compare(result, expected[case], mesh=mesh, case=case, reference="single", limit=limit)
+            yield compare(
+                result, expected[case], mesh=mesh, case=case, reference="single", limit=limit
+            )
 
 
 # ---- diffusers -------------------------------------------------------------------------------------------------
@@ -169,7 +188,9 @@ def mesh_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
 
 @torch.inference_mode()
 def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
-    reference = build_diffusers_transformer(TINY_TRANSFORMER, transformer_weights(TINY_TRANSFORMER, seed=1))
+    reference = build_diffusers_transformer(
+        TINY_TRANSFORMER, transformer_weights(TINY_TRANSFORMER, seed=1)
+    )
     for case in CASES:
         yield compare(
             own_forward(spec, case),
@@ -189,7 +210,12 @@ def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
         pass
     decoded = (reference.decode(latent).sample[0].permute(1, 2, 3, 0) + 1) / 2
     yield compare(
-        frames, decoded, mesh="single", case="VAE decode", reference="diffusers", limit=DIFFUSERS_LIMIT
+        frames,
+        decoded,
+        mesh="single",
+        case="VAE decode",
+        reference="diffusers",
+        limit=DIFFUSERS_LIMIT,
     )
 
     frames = torch.rand(9, 64, 96, 3, generator=generator)
@@ -211,14 +237,13 @@ def own_forward(spec: ModelSpec, case: Case) -> Tensor:
 
 def diffusers_forward(reference: Any, case: Case) -> Tensor:
     inputs = case.inputs(TINY_TRANSFORMER, is_guided=False)
-    batch, _, frames, height, width = inputs.noisy.shape
-    text = inputs.cond.expand(batch, -1, -1)
-    if inputs.clean is None or inputs.mask is None or inputs.frame_mask is None:
-        velocity: Tensor = reference(inputs.noisy, torch.full((batch,), 700.0), text).sample
-        return velocity
-    x = inputs.noisy * inputs.mask + inputs.clean * (1 - inputs.mask)
-    per_token = (700.0 * inputs.frame_mask).repeat_interleave(height // 2 * (width // 2), dim=1)
-    velocity = reference(x, per_token, text).sample
+    batch, _, _, height, width = inputs.noisy.shape
+    x, timesteps = inputs.noisy, torch.full((batch,), 700.0)
+    if inputs.clean is not None and inputs.mask is not None and inputs.frame_mask is not None:
+        x = x * inputs.mask + inputs.clean * (1 - inputs.mask)
+        per_frame = height // 2 * (width // 2)
+        timesteps = (700.0 * inputs.frame_mask).repeat_interleave(per_frame, dim=1)
+    velocity: Tensor = reference(x, timesteps, inputs.cond.expand(batch, -1, -1)).sample
     return velocity
 
 
@@ -245,10 +270,14 @@ def comfyui_rows(base: Path) -> Iterator[Row]:
         for mesh in COMFYUI_MESHES:
             result = server.run(comfyui_graph(mesh), timeout_s=RUN_TIMEOUT_S)
             if result.status != "success":
-                raise ParityError(f"ComfyUI ended the graph of mesh {mesh} with {result.status}\n{result.error}")
+                raise ParityError(
+                    f"ComfyUI ended the graph of mesh {mesh} with {result.status}\n{result.error}"
+                )
             for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(COMFYUI_RUNS):
                 stock, own = (
-                    load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))["latent_tensor"]
+                    load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))[
+                        "latent_tensor"
+                    ]
                     for kind in ("stock", "own")
                 )
                 yield compare(
@@ -305,7 +334,9 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
         }
         graph[f"shift_{index}"] = node("ModelSamplingSD3", model=["stock_model", 0], shift=shift)
         graph[f"stock_{index}"] = node("KSampler", model=[f"shift_{index}", 0], **common)
-        graph[f"own_{index}"] = node("WanDistSampler", model=["own_model", 0], shift=shift, **common)
+        graph[f"own_{index}"] = node(
+            "WanDistSampler", model=["own_model", 0], shift=shift, **common
+        )
         for kind in ("stock", "own"):
             graph[f"save_{kind}_{index}"] = node(
                 "SaveLatent", samples=[f"{kind}_{index}", 0], filename_prefix=f"{kind}_{index}"
@@ -315,7 +346,9 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
 
 def start_image() -> bytes:
     """A PNG of seeded noise."""
-    pixels = torch.randint(0, 256, (96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    pixels = torch.randint(
+        0, 256, (96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+    )
     file = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(file, "PNG")
     return file.getvalue()

@@ -2,11 +2,13 @@
 
     python tests/group_client.py LOG MOMENT
 
-MOMENT is where it stays for ever: launched, hello, idle, job, stuck. It prints "there" then.
+MOMENT is where it stays for ever: launched, hello, idle, job, stuck; or leased, where it waits for
+an interrupt and ends as ComfyUI does. It prints "there" then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -16,9 +18,14 @@ from group_kit import stub_request, stub_spec
 
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.launch import StartingGroup
+from comfy_wan_dist.group.registry import default_registry
 
 
 def main(log: Path, moment: str) -> None:
+    if moment == "leased":
+        with default_registry().lease(stub_spec(log)), contextlib.suppress(KeyboardInterrupt):
+            stay()
+        return
     build = "build_slowly" if moment == "hello" else "build"
     starting = StartingGroup(stub_spec(log, build=build))
     if moment == "launched":

@@ -20,7 +20,15 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
 from comfy_wan_dist.mesh.shape import LatentGrid
-from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request, forward_rank
+from devtools.mesh_runs import (
+    ForwardRun,
+    Inputs,
+    LocalJob,
+    Schedule,
+    build_local_runner,
+    build_request,
+    forward_rank,
+)
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, mean_square
@@ -33,7 +41,9 @@ T = TypeVar("T")
 
 def rank_local_norm() -> AbstractContextManager[Any]:
     """Query/key norm over the rank's own features only."""
-    return mock.patch.object(ShardedMeanSquare, "__call__", lambda self, *tensors: mean_square(*tensors))
+    return mock.patch.object(
+        ShardedMeanSquare, "__call__", lambda self, *tensors: mean_square(*tensors)
+    )
 
 
 def rank_local_cross_norm() -> AbstractContextManager[Any]:
@@ -72,7 +82,9 @@ def rope_from_zero() -> AbstractContextManager[Any]:
 def frame_rows_from_zero() -> AbstractContextManager[Any]:
     """Every shard takes the timesteps of the first tokens."""
 
-    def shifted(rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int) -> tuple[TokenRun, ...]:
+    def shifted(
+        rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int
+    ) -> tuple[TokenRun, ...]:
         return token_runs(rows, grid, 0, stop - start)
 
     return mock.patch("workers.sampling.run.token_runs", shifted)
@@ -81,7 +93,9 @@ def frame_rows_from_zero() -> AbstractContextManager[Any]:
 def all_frames_on_every_shard() -> AbstractContextManager[Any]:
     """All frames' timesteps are spread over each shard, as if it were the whole video."""
 
-    def spread(rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int) -> tuple[TokenRun, ...]:
+    def spread(
+        rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int
+    ) -> tuple[TokenRun, ...]:
         size = stop - start
         borders = [size * frame // grid.frames for frame in range(grid.frames + 1)]
         return tuple(
@@ -113,7 +127,9 @@ def no_ulysses_output_exchange() -> AbstractContextManager[Any]:
 def _without_all_to_all(*, dims: int) -> AbstractContextManager[Any]:
     original = AxisGroup.all_to_all
 
-    def keep_own(self: AxisGroup, x: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def keep_own(
+        self: AxisGroup, x: Tensor, *, send: Sequence[int], receive: Sequence[int]
+    ) -> Tensor:
         return x if x.dim() == dims else original(self, x, send=send, receive=receive)
 
     return mock.patch.object(AxisGroup, "all_to_all", keep_own)
@@ -124,14 +140,16 @@ def wrong_head_order() -> AbstractContextManager[Any]:
     original = UlyssesAttention.__call__
 
     def interleaved(self: UlyssesAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = original(self, q, k, v).unflatten(2, (self.ulysses.size, -1))
+        out: Tensor = original(self, q, k, v).unflatten(2, (self.ulysses.size, -1))
         return out.transpose(2, 3).flatten(2, 3)
 
     return mock.patch.object(UlyssesAttention, "__call__", interleaved)
 
 
 def no_final_gather() -> AbstractContextManager[Any]:
-    return mock.patch.object(AxisGroup, "gather_uneven", lambda self, x, sizes: torch.cat([x] * self.size))
+    return mock.patch.object(
+        AxisGroup, "gather_uneven", lambda self, x, sizes: torch.cat([x] * self.size)
+    )
 
 
 def no_fault() -> AbstractContextManager[Any]:
@@ -139,7 +157,10 @@ def no_fault() -> AbstractContextManager[Any]:
 
 
 def with_fault(
-    rank: int, fault: Callable[[], AbstractContextManager[Any]], program: Callable[..., T], *arguments: Any
+    rank: int,
+    fault: Callable[[], AbstractContextManager[Any]],
+    program: Callable[..., T],
+    *arguments: Any,
 ) -> T:
     """program(rank, *arguments) while `fault` is in force on every rank."""
     with fault():
@@ -169,6 +190,17 @@ def count_collectives(
     with counted("all_reduce", 0), counted("all_to_all_single", 1), counted("all_gather", 1):
         run = forward_rank(rank, mesh, spec, inputs)
     return {name: (calls[name], sent[name]) for name in calls}, (*run.text_ledger, *run.ledger)
+
+
+def compiled_forward(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, backend: str
+) -> tuple[ForwardRun, int]:
+    """A forward with compiled blocks, and how many graphs were compiled for it."""
+    from torch._dynamo.utils import counters  # seconds, and only this program needs it
+
+    before = counters["stats"]["unique_graphs"]
+    run = forward_rank(rank, mesh, spec, inputs, backend)
+    return run, counters["stats"]["unique_graphs"] - before
 
 
 class StoppingJob(LocalJob):

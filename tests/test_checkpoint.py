@@ -21,7 +21,14 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import TensorEntry, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_vae
-from devtools.mesh_runs import Case, LocalJob, Schedule, build_local_runner, build_request, model_spec
+from devtools.mesh_runs import (
+    Case,
+    LocalJob,
+    Schedule,
+    build_local_runner,
+    build_request,
+    model_spec,
+)
 from workers.checkpoint import reader
 from workers.checkpoint.load import build_model, load_weights, shard_bytes
 from workers.checkpoint.memory import free_memory, validate_memory
@@ -51,7 +58,9 @@ def load(
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
-    bytes_read = load_weights(model, file, tp=tp, report=lambda done, total: reports.append((done, total)))
+    bytes_read = load_weights(
+        model, file, tp=tp, report=lambda done, total: reports.append((done, total))
+    )
     return model, bytes_read, reports
 
 
@@ -61,7 +70,11 @@ def recognise(path: Path) -> WanFile:
 
 def sliced(name: str, weights: Mapping[str, Tensor], *, size: int, rank: int) -> Tensor:
     part = parameter_slice(name, tuple(weights[name].shape), tp_rank=rank, tp_size=size)
-    return weights[name] if part is None else weights[name].narrow(part.dim, part.start, part.stop - part.start)
+    return (
+        weights[name]
+        if part is None
+        else weights[name].narrow(part.dim, part.start, part.stop - part.start)
+    )
 
 
 @pytest.mark.parametrize("file_dtype", DTYPES)
@@ -80,13 +93,18 @@ def test_shards_are_bit_equal_to_slices_of_the_file(
         for name, parameter in parameters.items():
             expected = sliced(name, weights, size=size, rank=rank)
             assert torch.equal(parameter, expected.to(parameter.dtype)), name
-            assert parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size(), name
+            assert (
+                parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+            ), name
 
 
 def test_prefixed_file_loads_the_same(tmp_path: Path) -> None:
     weights = transformer_weights(SHAPE, seed=5)
     beside = {"first_stage_model.x": torch.zeros(3)}
-    save_file({f"model.diffusion_model.{n}": v for n, v in weights.items()} | beside, tmp_path / "m.safetensors")
+    save_file(
+        {f"model.diffusion_model.{n}": v for n, v in weights.items()} | beside,
+        tmp_path / "m.safetensors",
+    )
     model, _, _ = load(recognise(tmp_path / "m.safetensors"))
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
 
@@ -116,7 +134,13 @@ def tensor_file(tmp_path: Path, tensor: Tensor) -> TensorEntry:
 
 @pytest.mark.parametrize("buffer_bytes", [1, 24, 100, 2**20])
 @pytest.mark.parametrize(
-    "part", [None, Slice(dim=0, start=3, stop=8), Slice(dim=1, start=0, stop=4), Slice(dim=1, start=5, stop=6)]
+    "part",
+    [
+        None,
+        Slice(dim=0, start=3, stop=8),
+        Slice(dim=1, start=0, stop=4),
+        Slice(dim=1, start=5, stop=6),
+    ],
 )
 def test_reading_does_not_depend_on_the_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Slice | None, buffer_bytes: int
@@ -132,7 +156,9 @@ def test_reading_does_not_depend_on_the_buffer(
         assert torch.equal(target, expected.to(dtype))
 
 
-def test_bytes_read_are_what_the_kernel_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_read_are_what_the_kernel_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_file(transformer_weights(SHAPE, seed=5), tmp_path / "m.safetensors")
     file = recognise(tmp_path / "m.safetensors")
     given = 0
@@ -151,7 +177,9 @@ def test_bytes_read_are_what_the_kernel_gave(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("file_dtype", DTYPES)
-def test_bytes_read_leave_out_other_ranks_rows(tmp_path: Path, size: int, file_dtype: torch.dtype) -> None:
+def test_bytes_read_leave_out_other_ranks_rows(
+    tmp_path: Path, size: int, file_dtype: torch.dtype
+) -> None:
     weights = transformer_weights(SHAPE, seed=5, dtype=file_dtype)
     save_file(weights, tmp_path / "m.safetensors")
     file = recognise(tmp_path / "m.safetensors")
@@ -159,7 +187,11 @@ def test_bytes_read_leave_out_other_ranks_rows(tmp_path: Path, size: int, file_d
     for name, value in weights.items():
         part = parameter_slice(name, tuple(value.shape), tp_rank=0, tp_size=size)
         # A slice of dim 1 passes over whole rows.
-        expected += value.numel() * value.element_size() // (size if part is not None and part.dim == 0 else 1)
+        expected += (
+            value.numel()
+            * value.element_size()
+            // (size if part is not None and part.dim == 0 else 1)
+        )
     _, bytes_read, reports = load(file, size=size)
     assert bytes_read == expected
     total = sum(value.numel() * value.element_size() for value in weights.values())
@@ -192,7 +224,9 @@ def test_loading_closes_its_files(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-@pytest.mark.parametrize("part", [None, Slice(dim=0, start=4, stop=8), Slice(dim=1, start=0, stop=4)])
+@pytest.mark.parametrize(
+    "part", [None, Slice(dim=0, start=4, stop=8), Slice(dim=1, start=0, stop=4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_file_that_shrinks_while_it_is_read_is_refused(
     tmp_path: Path, part: Slice | None, dtype: torch.dtype
@@ -200,14 +234,20 @@ def test_file_that_shrinks_while_it_is_read_is_refused(
     entry = tensor_file(tmp_path, torch.randn(8, 8))
     os.truncate(entry.path, entry.stop - 1)
     shape = {None: (8, 8), 0: (4, 8), 1: (8, 4)}[None if part is None else part.dim]
-    with TensorReader() as source, pytest.raises(ModelFileError, match="became shorter while it was read; load it"):
+    with (
+        TensorReader() as source,
+        pytest.raises(ModelFileError, match="became shorter while it was read; load it"),
+    ):
         source.read_into(torch.empty(shape, dtype=dtype), entry, part)
 
 
 def test_file_that_is_removed_before_it_is_read_is_refused(tmp_path: Path) -> None:
     entry = tensor_file(tmp_path, torch.randn(8, 8))
     os.remove(entry.path)
-    with TensorReader() as source, pytest.raises(ModelFileError, match="cannot be opened: No such file"):
+    with (
+        TensorReader() as source,
+        pytest.raises(ModelFileError, match="cannot be opened: No such file"),
+    ):
         source.read_into(torch.empty(8, 8), entry, None)
 
 
@@ -247,7 +287,11 @@ def write_sparse(path: Path, shape: WanShape) -> None:
     header, position = {}, 0
     for name, dims in expected_parameters(shape).items():
         size = torch.Size(dims).numel() * 4
-        header[name] = {"dtype": "F32", "shape": list(dims), "data_offsets": [position, position + size]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(dims),
+            "data_offsets": [position, position + size],
+        }
         position += size
     raw = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw)) + raw)

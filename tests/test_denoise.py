@@ -91,7 +91,9 @@ def test_one_row_without_a_mask() -> None:
         ([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]], 2),
     ],
 )
-def test_rows_are_distinct_and_give_every_frame_its_factor(mask: list[list[float]], row_count: int) -> None:
+def test_rows_are_distinct_and_give_every_frame_its_factor(
+    mask: list[list[float]], row_count: int
+) -> None:
     frame_mask = torch.tensor(mask)
     factors, rows = frame_rows(frame_mask, batch=frame_mask.shape[0], frames=frame_mask.shape[1])
     assert factors.shape == (frame_mask.shape[0], row_count)
@@ -144,11 +146,16 @@ def test_mask_of_one_channel_serves_all(spec: ModelSpec) -> None:
 
 def test_lcm_takes_its_noise_step_by_step(rank_pool: RankPool, spec: ModelSpec) -> None:
     inputs = PLAIN.inputs(SHAPE)
-    noise = torch.randn(len(SIGMAS) - 2, *inputs.noisy.shape, generator=torch.Generator().manual_seed(2))
+    noise = torch.randn(
+        len(SIGMAS) - 2, *inputs.noisy.shape, generator=torch.Generator().manual_seed(2)
+    )
     schedule = replace(EULER, solver="lcm")
     noised = replace(inputs, step_noise=noise)
     expected = sample(spec, noised, schedule)
-    assert relative_error(sample(spec, replace(inputs, step_noise=noise.flip(0)), schedule), expected) > 1e-2
+    assert (
+        relative_error(sample(spec, replace(inputs, step_noise=noise.flip(0)), schedule), expected)
+        > 1e-2
+    )
     sharded = rank_pool.run(2, sample_rank, "ulysses2", spec, noised, schedule)[0][0]
     assert relative_error(sharded, expected) <= 1e-4
 
@@ -156,7 +163,9 @@ def test_lcm_takes_its_noise_step_by_step(rank_pool: RankPool, spec: ModelSpec) 
 # ---- guidance
 
 
-def test_without_negative_prompt_one_branch_runs(spec: ModelSpec, forwards: list[Mapping[str, Any]]) -> None:
+def test_without_negative_prompt_one_branch_runs(
+    spec: ModelSpec, forwards: list[Mapping[str, Any]]
+) -> None:
     inputs = replace(PLAIN.inputs(SHAPE), uncond=None)
     unguided = sample(spec, inputs, replace(EULER, guidance=1.0))
     assert len(forwards) == len(SIGMAS) - 1
@@ -178,7 +187,9 @@ def test_guidance_moves_from_the_negative_to_the_positive_prompt(spec: ModelSpec
     assert relative_error(sample(spec, inputs, one_step), expected) <= 1e-5
 
 
-def test_guidance_planes_without_negative_prompt_agree(rank_pool: RankPool, spec: ModelSpec) -> None:
+def test_guidance_planes_without_negative_prompt_agree(
+    rank_pool: RankPool, spec: ModelSpec
+) -> None:
     inputs = replace(PLAIN.inputs(SHAPE), uncond=None)
     result, ledger, _ = rank_pool.run(2, sample_rank, "cfg2", spec, inputs, EULER)[0]
     assert torch.equal(result, sample(spec, inputs))
@@ -203,7 +214,9 @@ def test_run_exchanges_only_guidance_and_gathers_once(rank_pool: RankPool, spec:
 
 def test_shards_are_copies_of_the_shared_tensors(spec: ModelSpec) -> None:
     inputs = KEPT.inputs(SHAPE)
-    before = [t.clone() for t in (inputs.noisy, inputs.clean, inputs.mask, inputs.cond) if t is not None]
+    before = [
+        t.clone() for t in (inputs.noisy, inputs.clean, inputs.mask, inputs.cond) if t is not None
+    ]
     sample(spec, inputs)
     after = [t for t in (inputs.noisy, inputs.clean, inputs.mask, inputs.cond) if t is not None]
     assert all(map(torch.equal, before, after))
@@ -215,7 +228,10 @@ def test_shards_are_copies_of_the_shared_tensors(spec: ModelSpec) -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((1, 16, 2, 4, 4), r"shape \[1, 16, 2, 4, 4\]; this model needs \[batch, 48, frames.*use Wan22ImageToVideo"),
+        (
+            (1, 16, 2, 4, 4),
+            r"shape \[1, 16, 2, 4, 4\]; this model needs \[batch, 48, frames.*use Wan22ImageToVideo",
+        ),
         ((48, 2, 4, 4), r"shape \[48, 2, 4, 4\]; this model needs"),
         ((1, 48, 2, 3, 4), "is 4 wide and 3 high; both must be even.*multiples of 32"),
         ((1, 48, 2, 4, 5), "is 5 wide and 4 high"),
@@ -224,7 +240,9 @@ def test_shards_are_copies_of_the_shared_tensors(spec: ModelSpec) -> None:
         ((1, 48, 0, 4, 4), "above 0"),
     ],
 )
-def test_latent_that_does_not_suit_the_model_is_refused(shape: tuple[int, ...], message: str) -> None:
+def test_latent_that_does_not_suit_the_model_is_refused(
+    shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         validate_latent(torch.zeros(shape), channels=48)
 
@@ -237,7 +255,10 @@ def test_latent_of_an_odd_token_count_is_accepted() -> None:
 def test_text_that_does_not_suit_the_model_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         validate_text(torch.zeros(shape), text_dim=16, batch=2, label="negative")
-    assert f"the negative conditioning has shape {list(shape)}; this model needs [1, tokens, 16]" in str(caught.value)
+    assert (
+        f"the negative conditioning has shape {list(shape)}; this model needs [1, tokens, 16]"
+        in str(caught.value)
+    )
     assert "CLIPLoader type wan" in str(caught.value)
 
 
@@ -265,50 +286,72 @@ def test_timesteps_that_do_not_go_with_the_sigmas_are_refused(spec: ModelSpec) -
     request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER)
     runner, agreement = build_local_runner(0, "single")
     wrong = replace(request, timesteps=request.timesteps[:-1])
-    with pytest.raises(ConfigError, match="3 timesteps were given for 5 sigmas; there must be one timestep"):
+    with pytest.raises(
+        ConfigError, match="3 timesteps were given for 5 sigmas; there must be one timestep"
+    ):
         runner.run(wrong, LocalJob(tensors, agreement))  # type: ignore[arg-type]
 
 
 def test_unknown_dtype_is_refused(spec: ModelSpec) -> None:
-    with pytest.raises(ConfigError, match="dtype 'int8' is not known; use float32, bfloat16, float16"):
+    with pytest.raises(
+        ConfigError, match="dtype 'int8' is not known; use float32, bfloat16, float16"
+    ):
         sample(replace(spec, dtype="int8"), PLAIN.inputs(SHAPE))
 
 
-def test_video_with_too_few_tokens_is_refused_on_all_ranks(rank_pool: RankPool, spec: ModelSpec) -> None:
+def test_video_with_too_few_tokens_is_refused_on_all_ranks(
+    rank_pool: RankPool, spec: ModelSpec
+) -> None:
     inputs = Case(name="one token", frames=1, height=2, width=2).inputs(SHAPE)
     errors = rank_pool.run(2, rank_programs.sample_error, "ulysses2", spec, inputs, EULER)
     assert len(set(errors)) == 1
-    assert errors[0].startswith("MeshError: mesh ulysses2 cuts the video into 2 token shards but it has only 1")
+    assert errors[0].startswith(
+        "MeshError: mesh ulysses2 cuts the video into 2 token shards but it has only 1"
+    )
 
 
-def test_mesh_that_does_not_divide_the_model_is_refused_on_all_ranks(rank_pool: RankPool, spec: ModelSpec) -> None:
+def test_mesh_that_does_not_divide_the_model_is_refused_on_all_ranks(
+    rank_pool: RankPool, spec: ModelSpec
+) -> None:
     errors = rank_pool.run(4, rank_programs.sample_error, "tp4", spec, PLAIN.inputs(SHAPE), EULER)
-    expected = "MeshError: tp4 does not divide this model's 2 heads and 192 FFN channels; tp may be 1, 2"
+    expected = (
+        "MeshError: tp4 does not divide this model's 2 heads and 192 FFN channels; tp may be 1, 2"
+    )
     assert errors == [expected] * 4
 
 
 @pytest.mark.parametrize("mesh", ["single", "ulysses2"])
-def test_result_with_nan_is_refused_on_all_ranks(rank_pool: RankPool, tmp_path: Path, mesh: str) -> None:
+def test_result_with_nan_is_refused_on_all_ranks(
+    rank_pool: RankPool, tmp_path: Path, mesh: str
+) -> None:
     weights = transformer_weights(SHAPE, seed=4)
     weights["blocks.0.ffn.2.bias"][3] = float("nan")
     save_file(weights, tmp_path / "nan.safetensors")
     spec = model_spec(tmp_path / "nan.safetensors")
     world_size = 1 if mesh == "single" else 2
-    errors = rank_pool.run(world_size, rank_programs.sample_error, mesh, spec, PLAIN.inputs(SHAPE), EULER)
-    expected = "ConfigError: the model produced NaN or infinite values; use the dtype bfloat16 or float32"
+    errors = rank_pool.run(
+        world_size, rank_programs.sample_error, mesh, spec, PLAIN.inputs(SHAPE), EULER
+    )
+    expected = (
+        "ConfigError: the model produced NaN or infinite values; use the dtype bfloat16 or float32"
+    )
     assert all(error.startswith(expected) for error in errors)
 
 
 # ---- stopping, and one runner for many jobs
 
 
-@pytest.mark.parametrize(("mesh", "stopping_rank"), [("single", 0), ("ulysses2", 0), ("ulysses2", 1), ("cfg2-tp2", 3)])
+@pytest.mark.parametrize(
+    ("mesh", "stopping_rank"), [("single", 0), ("ulysses2", 0), ("ulysses2", 1), ("cfg2-tp2", 3)]
+)
 def test_stop_told_to_one_rank_ends_the_job_on_all_and_the_next_is_right(
     rank_pool: RankPool, spec: ModelSpec, mesh: str, stopping_rank: int
 ) -> None:
     inputs = PLAIN.inputs(SHAPE)
     world_size = {"single": 1, "ulysses2": 2, "cfg2-tp2": 4}[mesh]
-    answers = rank_pool.run(world_size, rank_programs.stop_then_sample, mesh, spec, inputs, EULER, stopping_rank)
+    answers = rank_pool.run(
+        world_size, rank_programs.stop_then_sample, mesh, spec, inputs, EULER, stopping_rank
+    )
     for ended, reports, _ in answers:
         assert ended == "JobCancelled: the job was stopped on request"
         # One step was done; the vote before the second ended the run.

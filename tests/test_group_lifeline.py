@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,26 @@ def private() -> Iterator[Path]:
         yield Path(folder)
 
 
+def start_client(private: Path, log: Path, moment: str) -> subprocess.Popen[bytes]:
+    client = subprocess.Popen(
+        [sys.executable, str(TESTS / "group_client.py"), str(log), moment],
+        env={
+            **os.environ,
+            "TMPDIR": str(private),
+            "PYTHONPATH": f"{TESTS.parent}:{search_path()}",
+        },
+        stdout=subprocess.PIPE,
+    )
+    assert client.stdout is not None
+    with client.stdout:
+        assert client.stdout.readline() == b"there\n"
+    return client
+
+
+def is_clean(private: Path) -> bool:
+    return not processes_naming(str(private)) and not list(private.iterdir())
+
+
 @pytest.mark.parametrize(
     ("moment", "delay_s"),
     [
@@ -37,28 +58,21 @@ def private() -> Iterator[Path]:
 def test_killed_client_leaves_nothing(
     private: Path, tmp_path: Path, moment: str, delay_s: float
 ) -> None:
-    client = subprocess.Popen(
-        [sys.executable, str(TESTS / "group_client.py"), str(tmp_path / "log"), moment],
-        env={
-            **os.environ,
-            "TMPDIR": str(private),
-            "PYTHONPATH": f"{TESTS.parent}:{search_path()}",
-        },
-        stdout=subprocess.PIPE,
-    )
-    assert client.stdout is not None
+    client = start_client(private, tmp_path / "log", moment)
     try:
-        assert client.stdout.readline() == b"there\n"
         time.sleep(delay_s)
         assert len(list(private.iterdir())) == 1
-        expected = 1 if moment == "launched" else 3 if moment != "hello" else 2
+        expected = {"launched": 1, "hello": 2}.get(moment, 3)
         assert len(processes_naming(str(private))) >= expected
     finally:
         client.kill()
         client.wait()
-        client.stdout.close()
+    assert wait_until(lambda: is_clean(private), 5), processes_naming(str(private))
 
-    def is_clean() -> bool:
-        return not processes_naming(str(private)) and not list(private.iterdir())
 
-    assert wait_until(is_clean, 5), (processes_naming(str(private)), list(private.iterdir()))
+def test_exit_of_the_client_ends_its_groups_in_order(private: Path, tmp_path: Path) -> None:
+    client = start_client(private, tmp_path / "log", "leased")
+    client.send_signal(signal.SIGINT)
+    assert client.wait(20) == 0
+    assert is_clean(private)
+    assert "ending:" not in (tmp_path / "log").read_text()  # shut down, not cut off

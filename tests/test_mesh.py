@@ -53,7 +53,10 @@ def cuda(count: int) -> DeviceList:
         ("dp2-cfg2-ulysses2", MeshDegrees(dp=2, cfg=2, ulysses=2)),
         ("pp3", MeshDegrees(pp=3)),
         ("ring5", MeshDegrees(ring=5)),
-        ("dp2-cfg2-pp3-ring4-ulysses5-tp6", MeshDegrees(dp=2, cfg=2, pp=3, ring=4, ulysses=5, tp=6)),
+        (
+            "dp2-cfg2-pp3-ring4-ulysses5-tp6",
+            MeshDegrees(dp=2, cfg=2, pp=3, ring=4, ulysses=5, tp=6),
+        ),
     ],
 )
 def test_mesh_has_one_spelling(text: str, degrees: MeshDegrees) -> None:
@@ -147,7 +150,9 @@ def test_groups_of_an_axis_hold_each_rank_once(axis: str) -> None:
     found = groups(degrees, (axis,))
     assert sorted(rank for ranks in found for rank in ranks) == list(range(degrees.world_size))
     for ranks in found:
-        assert [coordinates(degrees, rank)[axis] for rank in ranks] == list(range(degrees.degree(axis)))
+        assert [coordinates(degrees, rank)[axis] for rank in ranks] == list(
+            range(degrees.degree(axis))
+        )
 
 
 def test_coordinates_refuse_a_rank_outside() -> None:
@@ -228,7 +233,12 @@ def test_grid_with_fewer_tokens_than_shards_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("length", "parts", "sizes"),
-    [(27, 4, (7, 7, 7, 6)), (27280, 2, (13640, 13640)), (3, 4, (1, 1, 1, 0)), (12090, 8, (1512, 1512) + 6 * (1511,))],
+    [
+        (27, 4, (7, 7, 7, 6)),
+        (27280, 2, (13640, 13640)),
+        (3, 4, (1, 1, 1, 0)),
+        (12090, 8, (1512, 1512) + 6 * (1511,)),
+    ],
 )
 def test_shard_sizes(length: int, parts: int, sizes: tuple[int, ...]) -> None:
     assert shard_range(length, parts=parts, rank=0).sizes == sizes
@@ -258,7 +268,9 @@ def test_shards_tile_the_whole(length: int, parts: int) -> None:
         (" 3, 1 ", 4, "cuda", (3, 1), "3,1"),
     ],
 )
-def test_devices(text: str, visible: int, kind: str, indices: tuple[int, ...], printed: str) -> None:
+def test_devices(
+    text: str, visible: int, kind: str, indices: tuple[int, ...], printed: str
+) -> None:
     devices = parse_devices(text, visible_cuda=visible)
     assert devices == DeviceList(kind=kind, indices=indices)
     assert str(devices) == printed
@@ -326,7 +338,9 @@ def test_parameter_count_of_ti2v_5b() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("shape", [TINY_TRANSFORMER, SMALL_5B], ids=["tiny", "one block of 5B"])
 def test_parameters_per_rank_equal_the_sharded_model(shape: WanShape, tp: int) -> None:
-    model = build_model(shape, tp=tp_group(tp, tp - 1), dtype=torch.bfloat16, device=torch.device("meta"))
+    model = build_model(
+        shape, tp=tp_group(tp, tp - 1), dtype=torch.bfloat16, device=torch.device("meta")
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == shape.parameters_per_rank(tp)
     need = weights_per_rank(shape, MeshDegrees(ulysses=2, tp=tp), bytes_per_parameter=4)

@@ -39,7 +39,9 @@ def single(axis: str) -> AxisGroup:
     return AxisGroup(axis=axis, size=1, rank=0, group=None, ledger=Ledger())
 
 
-def build(shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> WanModel:
+def build(
+    shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
+) -> WanModel:
     model = build_model(shape, tp=single("tp"), dtype=dtype, device=CPU)
     model.load_state_dict(weights)
     return model
@@ -54,7 +56,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[WanModel, Any]:
 
 
 @torch.inference_mode()
-def velocity(model: WanModel, latent: Tensor, text: Tensor, frame_factors: Tensor, timestep: float) -> Tensor:
+def velocity(
+    model: WanModel, latent: Tensor, text: Tensor, frame_factors: Tensor, timestep: float
+) -> Tensor:
     """Forward of a whole latent; frame_factors [B, T] scale the timestep of each frame."""
     grid = grid_of(latent)
     factors, rows = torch.unique(frame_factors, dim=1, return_inverse=True)
@@ -68,7 +72,9 @@ def velocity(model: WanModel, latent: Tensor, text: Tensor, frame_factors: Tenso
     return unpatchify(tokens, grid)
 
 
-def inputs(shape: WanShape, batch: int, frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+def inputs(
+    shape: WanShape, batch: int, frames: int, height: int, width: int
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(8)
     latent = torch.randn(batch, shape.in_dim, frames, height, width, generator=generator)
     return latent, torch.randn(batch, 20, shape.text_dim, generator=generator)
@@ -128,7 +134,9 @@ def test_one_prompt_serves_a_batch(pair: tuple[WanModel, Any]) -> None:
 
 
 def test_parameters_have_the_official_names_and_shapes() -> None:
-    model = build_model(TINY_TRANSFORMER, tp=single("tp"), dtype=torch.float32, device=torch.device("meta"))
+    model = build_model(
+        TINY_TRANSFORMER, tp=single("tp"), dtype=torch.float32, device=torch.device("meta")
+    )
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert found == expected_parameters(TINY_TRANSFORMER)
     assert not dict(model.named_buffers())
@@ -239,7 +247,13 @@ def test_every_parameter_matches_exactly_one_line_of_the_plan() -> None:
 
 
 def test_plan_does_not_know_other_modules() -> None:
-    for name in ("blocks.0.self_attn", "blocks.0.ffn.1", "head.norm", "blocks.0.cross_attn.k_img", "blocks.x.ffn.0"):
+    for name in (
+        "blocks.0.self_attn",
+        "blocks.0.ffn.1",
+        "head.norm",
+        "blocks.0.cross_attn.k_img",
+        "blocks.x.ffn.0",
+    ):
         with pytest.raises(KeyError, match="matches 0 lines"):
             cut_of(name)
 
@@ -261,7 +275,9 @@ def test_plan_cuts_what_megatron_cuts() -> None:
 def test_slices_of_all_ranks_make_the_whole_parameter(tp_size: int) -> None:
     cut_count = 0
     for name, shape in expected_parameters(TINY_TRANSFORMER).items():
-        slices = [parameter_slice(name, shape, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+        slices = [
+            parameter_slice(name, shape, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)
+        ]
         first = slices[0]
         if first is None:
             assert slices == [None] * tp_size
@@ -272,10 +288,16 @@ def test_slices_of_all_ranks_make_the_whole_parameter(tp_size: int) -> None:
         assert borders == [(rank * size, (rank + 1) * size) for rank in range(tp_size)]
         assert borders[-1][1] == shape[first.dim]
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        parts = [whole.narrow(part.dim, part.start, part.stop - part.start) for part in slices if part is not None]
+        parts = [
+            whole.narrow(part.dim, part.start, part.stop - part.start)
+            for part in slices
+            if part is not None
+        ]
         assert torch.equal(torch.cat(parts, dim=first.dim), whole)
     # q, k, v: weight and bias; o, ffn.2: weight; norms; ffn.0: weight and bias.
-    assert cut_count == (0 if tp_size == 1 else TINY_TRANSFORMER.num_layers * (2 * (6 + 1 + 2) + 2 + 1))
+    assert cut_count == (
+        0 if tp_size == 1 else TINY_TRANSFORMER.num_layers * (2 * (6 + 1 + 2) + 2 + 1)
+    )
 
 
 def test_parameter_that_does_not_divide_is_refused() -> None:

@@ -26,6 +26,7 @@ from devtools.mesh_runs import (
     RUN_LIMIT,
     SOLVERS,
     TEXT_TOKENS,
+    Case,
     ForwardRun,
     forward_rank,
     matrix_rank,
@@ -39,7 +40,7 @@ TEXT, IMAGE, ODD, BATCH = CASES
 Fault = Callable[[], AbstractContextManager[Any]]
 
 # Each fault with a mesh and a case in which it matters. Where an exchange is left out shards must be even.
-FAULTS: tuple[tuple[Fault, str, Any], ...] = (
+FAULTS: tuple[tuple[Fault, str, Case], ...] = (
     (rank_programs.rank_local_norm, "tp2", TEXT),
     (rank_programs.rank_local_cross_norm, "tp2", TEXT),
     (rank_programs.row_without_sum, "tp2", TEXT),
@@ -71,17 +72,18 @@ def single(rank_pool: RankPool, spec: ModelSpec) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def forward(rank_pool: RankPool, spec: ModelSpec) -> Callable[..., list[ForwardRun]]:
-    """forward(mesh, case, fault=..., backend=...): one forward on all ranks; repeated calls share a result."""
+    """forward(mesh, case, fault): one forward on all ranks; repeated calls share a result."""
 
     @cache
-    def run(
-        mesh: str, case: Any, fault: Fault = rank_programs.no_fault, backend: str | None = None
-    ) -> list[ForwardRun]:
-        arguments = (mesh, spec, case.inputs(TINY_TRANSFORMER), backend)
-        world_size = mesh_degrees(mesh).world_size
-        timeout_s = 60 if backend is None else 240
+    def run(mesh: str, case: Case, fault: Fault = rank_programs.no_fault) -> list[ForwardRun]:
         return rank_pool.run(
-            world_size, rank_programs.with_fault, fault, forward_rank, *arguments, timeout_s=timeout_s
+            mesh_degrees(mesh).world_size,
+            rank_programs.with_fault,
+            fault,
+            forward_rank,
+            mesh,
+            spec,
+            case.inputs(TINY_TRANSFORMER),
         )
 
     return run
@@ -91,7 +93,9 @@ def forward(rank_pool: RankPool, spec: ModelSpec) -> Callable[..., list[ForwardR
 def test_mesh_matches_single_process(
     mesh: str, rank_pool: RankPool, spec: ModelSpec, single: dict[str, Tensor]
 ) -> None:
-    results = rank_pool.run(mesh_degrees(mesh).world_size, matrix_rank, mesh, spec, CASES, SOLVERS)[0]
+    results = rank_pool.run(mesh_degrees(mesh).world_size, matrix_rank, mesh, spec, CASES, SOLVERS)[
+        0
+    ]
     assert results.keys() == single.keys()
     assert len(results) == len(CASES) * (1 + len(SOLVERS))
     for row, result in results.items():
@@ -105,9 +109,15 @@ def test_every_rank_returns_the_whole_velocity(forward: Callable[..., list[Forwa
         assert torch.equal(first.velocity, other.velocity)
 
 
-@pytest.mark.parametrize(("fault", "mesh", "case"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "mesh", "case"), FAULTS, ids=[fault[0].__name__ for fault in FAULTS]
+)
 def test_parity_check_notices(
-    fault: Fault, mesh: str, case: Any, forward: Callable[..., list[ForwardRun]], single: dict[str, Tensor]
+    fault: Fault,
+    mesh: str,
+    case: Case,
+    forward: Callable[..., list[ForwardRun]],
+    single: dict[str, Tensor],
 ) -> None:
     expected = single[f"{case.name}, one forward"]
     assert relative_error(forward(mesh, case)[0].velocity, expected) <= FORWARD_LIMIT
@@ -192,12 +202,23 @@ def test_ledger_equals_what_torch_was_asked_for(rank_pool: RankPool, spec: Model
 
 @pytest.mark.timeout(300)
 def test_compiled_blocks_match_and_send_the_same(
-    forward: Callable[..., list[ForwardRun]], single: dict[str, Tensor]
+    rank_pool: RankPool,
+    spec: ModelSpec,
+    forward: Callable[..., list[ForwardRun]],
+    single: dict[str, Tensor],
 ) -> None:
-    plain = forward("ulysses2-tp2", ODD)
-    compiled = forward("ulysses2-tp2", ODD, backend="aot_eager")
+    compiled = rank_pool.run(
+        4,
+        rank_programs.compiled_forward,
+        "ulysses2-tp2",
+        spec,
+        ODD.inputs(TINY_TRANSFORMER),
+        "aot_eager",
+        timeout_s=240,
+    )
     expected = single[f"{ODD.name}, one forward"]
-    for run, other in zip(compiled, plain, strict=True):
+    for (run, graph_count), plain in zip(compiled, forward("ulysses2-tp2", ODD), strict=True):
+        assert graph_count > 0
         assert relative_error(run.velocity, expected) <= FORWARD_LIMIT
-        assert run.ledger == other.ledger
-        assert run.text_ledger == other.text_ledger
+        assert run.ledger == plain.ledger
+        assert run.text_ledger == plain.text_ledger

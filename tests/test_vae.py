@@ -26,15 +26,15 @@ from workers.vae.wan22 import VAEConfig, WanVAE, expected_shapes, patchify, unpa
 
 REPO = Path(__file__).resolve().parent.parent
 TINY = VAEConfig(encoder_dim=16, decoder_dim=16)
-# Other widths, another number of latent channels, levels and blocks, and time halved elsewhere.
+# Other widths, latent channels and blocks, and time halved on other levels.
 OTHER = VAEConfig(
     z_dim=6,
     encoder_dim=8,
-    decoder_dim=24,
-    dim_mult=(1, 2, 2),
+    decoder_dim=12,
+    dim_mult=(1, 2, 4, 4),
     encoder_res_blocks=1,
     decoder_res_blocks=2,
-    temporal_levels=(True, False),
+    temporal_levels=(True, False, True),
 )
 NARROW = VAEConfig(z_dim=4, encoder_dim=4, decoder_dim=4)
 SMALLEST = VAEConfig(
@@ -177,6 +177,15 @@ def test_encode_matches_diffusers(
     batch, frames, height, width = shape
     assert actual.shape == (batch, TINY.z_dim, (frames - 1) // 4 + 1, height // 16, width // 16)
     assert relative_error(actual, expected) < 2e-5
+
+
+def test_other_sizes_match_diffusers() -> None:
+    vae = build_vae(OTHER)
+    reference = build_diffusers_vae(vae)
+    z, pixels = random_latent((2, 3, 2, 3), OTHER.z_dim), random_pixels((2, 9, 32, 48))
+    assert relative_error(vae.decode(z), reference.decode(z).sample) < 2e-5
+    expected = reference.encode(pixels).latent_dist.mode()
+    assert relative_error(vae.encode(pixels), expected) < 2e-5
 
 
 def test_16_bit_errors_are_not_larger_than_those_of_diffusers(
@@ -362,8 +371,10 @@ def test_config_refuses_any_tensor_missing_added_or_of_another_shape() -> None:
 
 
 def test_config_refuses_sizes_without_a_shortcut() -> None:
-    with pytest.raises(ValueError, match="no shortcut"):
-        VAEConfig(dim_mult=(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="no shortcut .* encoder"):
+        VAEConfig(dim_mult=(1, 2, 4, 8))
+    with pytest.raises(ValueError, match="no shortcut .* decoder"):
+        VAEConfig(dim_mult=(1, 3, 2, 2))
     with pytest.raises(ValueError, match="temporal_levels has 2 entries"):
         VAEConfig(temporal_levels=(True, True))
 

@@ -32,7 +32,7 @@ SEND_TIMEOUT_S = 30.0
 # A rank may read its shard of a large model from slow storage while the others wait for its vote.
 VOTE_TIMEOUT = timedelta(minutes=60)
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("workers.main")  # not __main__
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from .checkpoint.vae import load_vae
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
 from .parallel.collectives import Ledger
-from .parallel.compile import compile_blocks
+from .parallel.compile import compile_blocks, outside_graphs
 from .parallel.context import apply_context_parallel
 from .parallel.groups import MeshGroups, build_groups
 from .sampling.run import prepare_sample, run_sample
@@ -57,8 +57,11 @@ def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Ru
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
+    """`groups` are the plane's as the model's layers use them."""
+
     spec: ModelSpec
     model: WanModel
+    groups: MeshGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +100,15 @@ class PlaneRunner:
         self._release_memory()
 
     def _sample(self, request: SampleRequest, job: Job) -> None:
-        model = self._have_model(request.model, job)
+        loaded = self._have_model(request.model, job)
+        model, groups = loaded.model, loaded.groups
         run = together(
             job,
             lambda: prepare_sample(
-                request, model, tensor=job.tensor, groups=self._groups, device=self._device
+                request, model, tensor=job.tensor, groups=groups, device=self._device
             ),
         )
-        apply_context_parallel(model, self._groups.ulysses, run.shard)
+        apply_context_parallel(model, groups.ulysses, run.shard)
         steps = len(request.timesteps)
 
         def before_step(index: int) -> None:
@@ -112,7 +116,7 @@ class PlaneRunner:
                 job.report("sample", index, steps)
             stop_if_asked(job)
 
-        latent = run_sample(run, request, model, groups=self._groups, before_step=before_step)
+        latent = run_sample(run, request, model, groups=groups, before_step=before_step)
 
         def write_result() -> None:
             if not bool(torch.isfinite(latent).all()):
@@ -120,7 +124,7 @@ class PlaneRunner:
                     "the model produced NaN or infinite values; use the dtype bfloat16 or float32, "
                     "or check that the checkpoint is whole"
                 )
-            if self._groups.rank == 0:
+            if groups.rank == 0:
                 job.tensor(request.result).copy_(latent)
 
         together(job, write_result)
@@ -152,15 +156,16 @@ class PlaneRunner:
 
         together(job, encode)
 
-    def _have_model(self, spec: ModelSpec, job: Job) -> WanModel:
+    def _have_model(self, spec: ModelSpec, job: Job) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the one at hand."""
         if self._model is not None and self._model.spec == spec:
-            return self._model.model
+            return self._model
         file = together(job, lambda: self._recognise(spec))
         # The old model goes first: two do not fit where one was sized to.
         self._model = None
         self._release_memory()
-        tp, dtype = self._groups.tp, DTYPES[spec.dtype]
+        groups = outside_graphs(self._groups) if spec.compile else self._groups
+        tp, dtype = groups.tp, DTYPES[spec.dtype]
 
         def allocate() -> WanModel:
             validate_memory(
@@ -186,8 +191,8 @@ class PlaneRunner:
         self._bytes_read += together(job, load)
         if spec.compile:
             compile_blocks(model)
-        self._model = LoadedModel(spec=spec, model=model)
-        return model
+        self._model = LoadedModel(spec=spec, model=model, groups=groups)
+        return self._model
 
     def _recognise(self, spec: ModelSpec) -> WanFile:
         if spec.dtype not in DTYPES:

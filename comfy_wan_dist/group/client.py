@@ -83,6 +83,7 @@ class WorkerGroup:
         self._last_used = time.monotonic()
         self._holds = 0
         self._ended = threading.Event()
+        self._death_is_explained = False
         self._wake_receiver, self._wake_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._supervise, name="worker-group", daemon=True)
         self._thread.start()
@@ -204,8 +205,7 @@ class WorkerGroup:
                 self._stop_grace_s = grace_s
         self._wake()
 
-    # ---- callers' side
-    # ---------------------------------------------------------------------------------
+    # ---- callers' side ----------------------------------------------------------------------------
 
     def _takes_jobs(self) -> bool:
         return self._stop_grace_s is None and not self._ended.is_set()
@@ -236,8 +236,7 @@ class WorkerGroup:
         with contextlib.suppress(OSError):
             os.write(self._wake_sender, b"x")
 
-    # ---- supervisor's side
-    # -----------------------------------------------------------------------------
+    # ---- supervisor's side ------------------------------------------------------------------------
 
     def _supervise(self) -> None:
         reason: WanDistError
@@ -250,7 +249,7 @@ class WorkerGroup:
             is_death = False
             reason = WorkerDied("the worker group was stopped before the job was done")
         except WanDistError as error:
-            reason = error
+            reason = self._with_last_words(error)
         except Exception as error:
             logger.exception("the worker group's supervisor failed; ending the group")
             reason = WorkerDied(f"the worker group's supervisor failed: {error!r}")
@@ -260,7 +259,10 @@ class WorkerGroup:
             self._processes.end(grace_s=grace_s, settle_s=DEATH_SETTLE_S if is_death else 0.0)
             if is_death:
                 log = self._processes.log
-                reason = type(reason)(f"{reason}\nThe end of {log.path}:\n{log.tail()}")
+                if self._death_is_explained:
+                    reason = type(reason)(f"{reason}\nMore may be in {log.path}.")
+                else:
+                    reason = type(reason)(f"{reason}\nThe end of {log.path}:\n{log.tail()}")
                 logger.error("worker group %s: %s", self.spec.degrees, reason)
         finally:
             self.pool.close()
@@ -333,10 +335,8 @@ class WorkerGroup:
     def _take(self, rank: int, message: Message) -> None:
         job = self._current
         if isinstance(message, Failed) and message.fatal:
-            raise WorkerDied(
-                f"rank {rank} of the worker group failed: {message.error}: {message.message}\n"
-                f"{message.traceback}"
-            )
+            self._death_is_explained = True
+            raise WorkerDied(_last_words(rank, message))
         if job is None or getattr(message, "id", None) != job.request.id:
             raise WorkerDied(
                 f"rank {rank} of the worker group sent an unexpected {type(message).__name__}"
@@ -351,6 +351,21 @@ class WorkerGroup:
             raise WorkerDied(
                 f"rank {rank} of the worker group sent an unexpected {type(message).__name__}"
             )
+
+    def _with_last_words(self, error: WanDistError) -> WanDistError:
+        """`error` with what ranks say in messages that nobody has read yet: often the reason."""
+        if not isinstance(error, WorkerDied) or self._death_is_explained:
+            return error
+        for rank, connection in sorted(self._processes.ranks.items()):
+            with contextlib.suppress(TimeoutError, ChannelClosed, ProtocolError):
+                while True:
+                    received = connection.channel.receive(0)
+                    for descriptor in received.fds:
+                        os.close(descriptor)
+                    message = received.message
+                    if isinstance(message, Failed) and message.fatal:
+                        return WorkerDied(f"{error}; {_last_words(rank, message)}")
+        return error
 
     def _complete(self, job: _Job) -> None:
         answers = [job.answers[rank] for rank in sorted(job.answers)]
@@ -423,6 +438,13 @@ def _attend(
     job.deliver(on_progress)
     if check_interrupt is not None:
         check_interrupt()
+
+
+def _last_words(rank: int, failed: Failed) -> str:
+    return (
+        f"rank {rank} of the worker group failed: {failed.error}: {failed.message}\n"
+        f"{failed.traceback}"
+    )
 
 
 def _as_error(failures: Sequence[Failed]) -> WanDistError:

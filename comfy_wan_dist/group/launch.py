@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -169,6 +170,11 @@ class StartingGroup:
 
     def __init__(self, spec: LaunchSpec) -> None:
         """Raises WorkerStartError if the launcher cannot be run at all."""
+        if sys.platform != "linux":
+            raise WorkerStartError(
+                f"worker groups run on Linux only; this is {sys.platform}. "
+                "Use Linux, or a Linux container or WSL"
+            )
         self._deadline = time.monotonic() + spec.start_timeout_s
         try:
             self._processes = RunningProcesses(spec)

@@ -71,6 +71,7 @@ class GroupRegistry:
         Entering waits: for the start, and before it for groups on the same devices to become free
         and end. It calls `check_interrupt` at least every 50 ms; if that raises, or the coroutine
         is cancelled, a start that nobody else waits for is called off and leaves nothing behind.
+        Inside the block, do not lease another group on the same devices: it waits for this one.
         Raises WorkerStartError.
         """
         return Lease(self, spec, check_interrupt)
@@ -96,8 +97,7 @@ class GroupRegistry:
         with self._changed:
             self._drop_ended()
 
-    # ---- for Lease
-    # -------------------------------------------------------------------------------------
+    # ---- for Lease --------------------------------------------------------------------------------
 
     def _join(self, spec: LaunchSpec) -> _Entry:
         """Count one lease more on an entry for `spec`, a new one if need be. Does not wait."""

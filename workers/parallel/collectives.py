@@ -4,7 +4,7 @@ Every operation takes its group from an `AxisGroup`, is the identity at size 1, 
 and bytes. Bytes are the size of the tensor that the rank puts into the operation (for a gather its own shard),
 which is what mesh planning predicts; the share that crosses a link follows from the group's size.
 
-Collectives stay outside compiled regions (a graph break each): a traced counter would force a recompile per call.
+Compiled blocks take their groups from compile.py, which keeps these functions out of the graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,7 +52,6 @@ class AxisGroup:
     group: dist.ProcessGroup | None
     ledger: Ledger
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum over the group, in place where x is contiguous. The result is bit-identical on all ranks."""
         if self.size == 1:
@@ -63,7 +61,6 @@ class AxisGroup:
         dist.all_reduce(x, group=self.group)
         return x
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_to_all(self, x: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Exchange runs of dim 0: `send[i]` rows go to rank i, `receive[i]` rows come from it, in rank order."""
         if self.size == 1:
@@ -74,7 +71,6 @@ class AxisGroup:
         dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def all_gather(self, x: Tensor) -> Tensor:
         """Stack x of every rank on a new dim 0, in rank order. Shapes must be equal."""
         if self.size == 1:
@@ -85,7 +81,6 @@ class AxisGroup:
         dist.all_gather(list(out.unbind()), x, group=self.group)
         return out
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather_uneven(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the shards of dim 0 in rank order on every rank; rank i holds `sizes[i]` rows.
 

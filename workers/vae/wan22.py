@@ -73,8 +73,13 @@ class VAEConfig:
                 f"temporal_levels has {len(self.temporal_levels)} entries, but "
                 f"{len(self.dim_mult)} levels have {len(self.dim_mult) - 1} steps between them"
             )
-        for stage in (*self.encoder_stages, *self.decoder_stages):
-            stage.validate()
+        for stage in self.encoder_stages:
+            if stage.in_dim * stage.places % stage.out_dim:
+                raise ValueError(f"no shortcut can be formed around an encoder stage: {stage}")
+        for stage in self.decoder_stages[:-1]:
+            share = stage.in_dim // stage.out_dim
+            if stage.in_dim % stage.out_dim or stage.places % share:
+                raise ValueError(f"no shortcut can be formed around a decoder stage: {stage}")
 
     @property
     def spatial_factor(self) -> int:
@@ -158,15 +163,10 @@ class StageConfig:
     def has_resample(self) -> bool:
         return self.space_factor > 1
 
-    def validate(self) -> None:
-        """Raise ValueError if the parameter-free shortcut around the stage cannot be formed."""
-        places = self.time_factor * self.space_factor**2
-        wide, narrow = max(self.in_dim, self.out_dim), min(self.in_dim, self.out_dim)
-        if wide % narrow or (self.has_resample and places % (wide // narrow)):
-            raise ValueError(
-                f"a stage from {self.in_dim} to {self.out_dim} channels with {places} positions "
-                "per block has no shortcut"
-            )
+    @property
+    def places(self) -> int:
+        """Positions in a block of frames, rows and columns that the step merges or makes."""
+        return self.time_factor * self.space_factor**2
 
 
 def _refuse_other_files(shapes: Mapping[str, tuple[int, ...]]) -> None:

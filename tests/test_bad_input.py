@@ -1,0 +1,422 @@
+"""Requests that cannot be carried out: one sentence in the node's error, and the group lives on.
+
+Covered: meshes, devices, files, latents and prompts as a user may get them wrong, and names that point out of
+ComfyUI's folders. Every case runs in a real ComfyUI whose group has the model loaded, and must leave it working.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import graphs
+import pytest
+import torch
+from comfy_kit import BackgroundRun, error_of, group_of, groups_of, succeed
+from graphs import (
+    IMAGE,
+    MODEL,
+    MODELS,
+    POSITIVE,
+    VAE,
+    VAES,
+    Graph,
+    image_to_video,
+    node,
+    sampled_latent,
+    write_hollow_file,
+)
+from safetensors.torch import save_file
+
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.wan import expected_parameters
+from devtools.checkpoints import write_transformer
+from devtools.comfy_server import ComfyServer, PromptRejected
+
+MESH, DEVICES = "cfg2-ulysses2", "cpu:4"
+TINY = {"dim": 512, "ffn_dim": 1024, "num_layers": 1, "in_dim": 48, "out_dim": 48}
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def server(comfy: ComfyServer) -> ComfyServer:
+    """The shared ComfyUI, with good files, and bad ones under the names used below."""
+    graphs.write_files(comfy.base)
+    write_bad_models(comfy.base)
+    write_bad_inputs(comfy.base / "input")
+    return comfy
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
+    return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def refuse(server: ComfyServer, seed: int) -> Callable[..., str]:
+    """Run a graph that must fail at a node with a class of error; returns the message.
+
+    The group must be the same afterwards, and do a good job.
+    """
+
+    def run(graph: Graph, *, at: str, error: str) -> str:
+        good = sampled_latent(seed=seed, steps=1, has_image=False)
+        if [len(group.ranks) for group in groups_of(server.pid)] != [4]:
+            succeed(server, good)
+        group = group_of(server)
+        failure = error_of(server.run(graph)).data
+        assert failure["node_id"] == at
+        assert failure["exception_type"].rpartition(".")[2] == error
+        message: str = failure["exception_message"].rstrip("\n")
+        assert 20 < len(message) < 600
+        for sign in ("\n", "Traceback", 'File "', "Error:", "rank 0:"):
+            assert sign not in message
+        good["sampler"]["inputs"]["seed"] += 1
+        succeed(server, good)
+        assert group_of(server).pids == group.pids
+        return message
+
+    return run
+
+
+def write_bad_models(base: Path) -> None:
+    models, vaes = base / MODELS, base / VAES
+    wide = {"dim": 5120, "ffn_dim": 13824, "num_layers": 2, "out_dim": 16}
+    write_hollow_file(
+        models / "wan_14B_t2v.safetensors", expected_parameters(WanShape(in_dim=16, **wide))
+    )
+    write_hollow_file(
+        models / "wan_14B_i2v.safetensors", expected_parameters(WanShape(in_dim=36, **wide))
+    )
+    write_hollow_file(
+        models / "scaled_fp8.safetensors",
+        expected_parameters(WanShape(**TINY)),
+        dtype="F8_E4M3",
+    )
+    write_transformer(models / "narrow_text.safetensors", WanShape(**TINY, text_dim=64), seed=31)
+    good_model, good_vae = (models / MODEL).read_bytes(), (vaes / VAE).read_bytes()
+    (models / "vae_as_model.safetensors").write_bytes(good_vae)
+    (vaes / "model_as_vae.safetensors").write_bytes(good_model)
+    (models / "truncated.safetensors").write_bytes(good_model[:-1000])
+    (vaes / "truncated.safetensors").write_bytes(good_vae[:-1000])
+    (models / "garbage.safetensors").write_bytes(b"<!DOCTYPE html> not found" * 99)
+    (models / "empty.safetensors").write_bytes(b"")
+    (models / "pickled.pt").write_bytes(b"\x80\x04\x95")
+    write_hollow_file(
+        vaes / "wan2.1_vae.safetensors",
+        {
+            "conv2.weight": (16, 16, 1, 1, 1),
+            "decoder.conv1.weight": (384, 16, 3, 3, 3),
+            "decoder.middle.0.residual.0.gamma": (384, 1, 1, 1),
+            "decoder.upsamples.0.residual.2.weight": (384, 384, 3, 3, 3),
+            "encoder.conv1.weight": (96, 3, 3, 3, 3),
+        },
+    )
+
+
+def write_bad_inputs(folder: Path) -> None:
+    def write_latent(name: str, samples: torch.Tensor) -> None:
+        version = torch.tensor([])
+        save_file({"latent_tensor": samples, "latent_format_version_0": version}, folder / name)
+
+    write_latent("odd.latent", torch.ones(1, 48, 3, 5, 6))
+    write_latent("few.latent", torch.ones(1, 48, 1, 0, 6))
+    write_latent("nan.latent", torch.full((1, 48, 3, 4, 6), torch.nan))
+    (folder / "model.safetensors").write_bytes((folder.parent / VAES / VAE).read_bytes())
+    (folder / "noise.safetensors").write_bytes(b"\xff" * 500)
+
+
+# ---- meshes and devices
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices", "error", "words"),
+    [
+        ("tp3", DEVICES, "MeshError", ["tp3", "4 heads", "tp may be 1, 2, 4"]),
+        ("ulysses3", DEVICES, "MeshError", ["ulysses3", "4 heads", "may be 1, 2, 4"]),
+        ("ulysses4-tp2", "cpu:8", "MeshError", ["ulysses4", "2 heads", "may be 1, 2"]),
+        ("ulysses2-tp4", DEVICES, "MeshError", ["8 devices", "4 are given", "smaller mesh"]),
+        ("cfg2", "cpu", "MeshError", ["2 devices", "1 is given"]),
+        ("foo2", DEVICES, "MeshError", ["'foo2'", "cfg", "ulysses", "tp"]),
+        ("4", DEVICES, "MeshError", ["'4'", "write auto, single, or axes"]),
+        ("tp0", DEVICES, "MeshError", ["tp", "0", "from 1 to"]),
+        ("ring2", DEVICES, "MeshError", ["ring", "does not run yet", "use cfg, ulysses, tp"]),
+        ("pp2", DEVICES, "MeshError", ["pp", "does not run yet"]),
+        ("cfg4", DEVICES, "MeshError", ["cfg4", "cfg is 1 or 2"]),
+        ("ulysses2-cfg2", DEVICES, "MeshError", ["order", "write cfg2-ulysses2"]),
+        ("tp2-tp2", DEVICES, "MeshError", ["names tp twice"]),
+        ("auto", "0", "ConfigError", ["CUDA device 0", "visible: none", "cpu:N"]),
+        ("auto", "gpu", "ConfigError", ["'gpu'", "write all", "cpu:4"]),
+        ("auto", "cpu:0", "ConfigError", ["0 CPU ranks", "from 1 to"]),
+        ("auto", "cpu:5000", "ConfigError", ["5000 CPU ranks", "from 1 to"]),
+    ],
+)
+def test_mesh_that_does_not_fit_is_refused(
+    refuse: Callable[..., str], seed: int, mesh: str, devices: str, error: str, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed, mesh=mesh, devices=devices)
+    assert_says(refuse(graph, at="model", error=error), words)
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wan_14B_t2v.safetensors", ["14B text-to-video", "16 input", "TI2V-5B"]),
+        ("wan_14B_i2v.safetensors", ["14B image-to-video", "36 input", "TI2V-5B"]),
+        ("scaled_fp8.safetensors", ["F8_E4M3", "16- or 32-bit"]),
+        ("vae_as_model.safetensors", ["looks like a VAE", "TI2V-5B"]),
+        ("truncated.safetensors", ["truncated", "download it again"]),
+        ("garbage.safetensors", ["garbage.safetensors", "no safetensors file"]),
+        ("empty.safetensors", ["0 bytes", "download it again"]),
+        ("pickled.pt", ["not a .safetensors file", "convert"]),
+    ],
+)
+def test_file_that_is_no_model_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    message = refuse(sampled_latent(seed=seed, model=name), at="model", error="ModelFileError")
+    assert_says(message, [name, *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model_as_vae.safetensors", ["not a Wan2.2 VAE", "wan2.2_vae.safetensors"]),
+        ("wan2.1_vae.safetensors", ["Wan2.1 VAE", "16 latent channels"]),
+        ("truncated.safetensors", ["truncated", "download it again"]),
+    ],
+)
+@pytest.mark.parametrize("at", ["latent", "decode"])
+def test_file_that_is_no_vae_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str], at: str
+) -> None:
+    graph = image_to_video(seed=seed, steps=1)
+    graph[at]["inputs"]["vae_name"] = name
+    assert_says(refuse(graph, at=at, error="ModelFileError"), words)
+
+
+def test_model_deleted_after_it_was_queued_is_refused(
+    server: ComfyServer, refuse: Callable[..., str], seed: int
+) -> None:
+    path = server.base / MODELS / "deleted.safetensors"
+    path.write_bytes((server.base / MODELS / MODEL).read_bytes())
+    blocker = BackgroundRun(server, sampled_latent(seed=seed, steps=900, sampler="euler"))
+    blocker.wait_for_steps(1, maximum=900)
+    queued = BackgroundRun(server, sampled_latent(seed=seed, steps=1, model=path.name))
+    queued.wait_for(lambda: server.get("/prompt")["exec_info"]["queue_remaining"] == 2)
+    path.unlink()
+    group = group_of(server)
+    server.interrupt()
+    assert blocker.result().status == "interrupted"
+    failure = error_of(queued.result()).data
+    assert failure["node_id"] == "model"
+    assert_says(failure["exception_message"], ["'deleted.safetensors'", "refresh"])
+    succeed(server, sampled_latent(seed=seed + 1, steps=1))
+    assert group_of(server).pids == group.pids
+
+
+def test_model_larger_than_memory_is_refused_unread_and_names_what_fits(
+    server: ComfyServer, refuse: Callable[..., str], seed: int
+) -> None:
+    # Once per rank it does not fit; one copy does.
+    copies = {"dim": 5120, "ffn_dim": 13824, "in_dim": 48, "out_dim": 48}
+    block = WanShape(**copies, num_layers=2).parameters_per_rank(1) - WanShape(
+        **copies, num_layers=1
+    ).parameters_per_rank(1)
+    blocks = max(1, int(0.4 * available_memory() / (2 * block)))
+    path = server.base / MODELS / "large.safetensors"
+    write_hollow_file(path, expected_parameters(WanShape(**copies, num_layers=blocks)))
+    graph = sampled_latent(seed=seed, model=path.name, dtype="bfloat16", has_image=False)
+    message = refuse(graph, at="sampler", error="InsufficientMemoryError")
+    assert_says(message, [f"4 ranks of mesh {MESH} need", "GiB free", "would fit"])
+    assert "no mesh" not in message
+
+
+def test_model_larger_than_any_mesh_holds_is_refused_unread(
+    server: ComfyServer, refuse: Callable[..., str], seed: int
+) -> None:
+    shape = WanShape(dim=5120, ffn_dim=13824, num_layers=300, in_dim=48, out_dim=48)
+    path = server.base / MODELS / "huge.safetensors"
+    write_hollow_file(path, expected_parameters(shape))
+    assert path.stat().st_size > 150 * GIB
+    graph = sampled_latent(seed=seed, model=path.name, dtype="bfloat16", has_image=False)
+    message = refuse(graph, at="sampler", error="InsufficientMemoryError")
+    assert_says(message, [f"4 ranks of mesh {MESH} need", "no mesh of these devices would fit"])
+
+
+# ---- latents
+
+
+def test_latent_with_the_channels_of_another_model_is_refused(
+    refuse: Callable[..., str], seed: int
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=96, height=64, length=9, batch_size=1)
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["[1, 16, 3, 8, 12]", "48", "Wan22ImageToVideoLatent"])
+
+
+def test_latent_of_a_still_image_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["latent"] = node("EmptyLatentImage", width=96, height=64, batch_size=1)
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["[1, 4, 8, 12]", "frames", "Wan22ImageToVideoLatent"])
+    graph = image_to_video(seed=seed)
+    graph["sampler"] = node("EmptyLatentImage", width=96, height=64, batch_size=1)
+    assert_says(refuse(graph, at="decode", error="ConfigError"), ["[1, 4, 8, 12]", "48"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("odd.latent", ["6 wide and 5 high", "even", "multiples of 32"]),
+        ("few.latent", ["6 wide and 0 high", "above 0"]),
+        ("nan.latent", ["NaN"]),
+    ],
+)
+def test_latent_that_cannot_be_sampled_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["latent"] = node("LoadLatent", latent=name)
+    assert_says(refuse(graph, at="sampler", error="ConfigError"), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("nan.latent", ["NaN"]), ("few.latent", ["[1, 48, 1, 0, 6]"])]
+)
+def test_latent_that_cannot_be_decoded_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    graph = image_to_video(seed=seed)
+    graph["sampler"] = node("LoadLatent", latent=name)
+    assert_says(refuse(graph, at="decode", error="ConfigError"), words)
+
+
+def test_size_that_is_no_multiple_of_32_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = sampled_latent(seed=seed, width=80, height=64)
+    assert_says(refuse(graph, at="sampler", error="ConfigError"), ["5 wide", "multiples of 32"])
+
+
+# ---- prompts
+
+
+def test_prompt_of_another_width_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = sampled_latent(seed=seed, model="narrow_text.safetensors")
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["positive", "[1, 24, 4096]", "[1, tokens, 64]", "umT5"])
+
+
+@pytest.mark.parametrize("label", ["positive", "negative"])
+def test_prompt_with_several_entries_is_refused(
+    refuse: Callable[..., str], seed: int, label: str
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["both"] = node(
+        "ConditioningCombine", conditioning_1=["positive", 0], conditioning_2=["negative", 0]
+    )
+    graph["sampler"]["inputs"][label] = ["both", 0]
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, [label, "2 entries", "ConditioningCombine"])
+
+
+@pytest.mark.parametrize(
+    ("class_type", "options", "words"),
+    [
+        (
+            "ConditioningSetArea",
+            {"width": 64, "height": 64, "x": 0, "y": 0, "strength": 1.0},
+            ["area"],
+        ),
+        ("ConditioningSetTimestepRange", {"start": 0.0, "end": 0.5}, ["end_percent"]),
+        ("ConditioningSetAreaStrength", {"strength": 0.5}, ["strength"]),
+    ],
+)
+def test_prompt_with_conditions_is_refused(
+    refuse: Callable[..., str], seed: int, class_type: str, options: Any, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["changed"] = node(class_type, conditioning=["positive", 0], **options)
+    graph["sampler"]["inputs"]["positive"] = ["changed", 0]
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["positive", *words, "CLIPTextEncode directly"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", ["no conditioning file", "Wan Dist Save Conditioning"]),
+        ("noise.safetensors", ["cannot be read as a conditioning file"]),
+    ],
+)
+def test_file_that_is_no_prompt_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["positive"]["inputs"]["file"] = f"{name} [input]"
+    assert_says(refuse(graph, at="positive", error="ModelFileError"), [name, *words])
+
+
+# ---- names that point elsewhere
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../models/vae/tiny_vae.safetensors [input]",
+        "../../../../etc/passwd",
+        "/etc/passwd",
+        "none.safetensors [input]",
+    ],
+)
+def test_prompt_file_outside_the_folders_is_rejected(
+    server: ComfyServer, seed: int, name: str
+) -> None:
+    graph = sampled_latent(seed=seed)
+    graph["positive"]["inputs"]["file"] = name
+    with pytest.raises(PromptRejected, match="value_not_in_list"):
+        server.run(graph)
+
+
+@pytest.mark.parametrize(
+    ("at", "option"), [("model", "model_name"), ("latent", "vae_name"), ("decode", "vae_name")]
+)
+def test_model_outside_the_folders_is_rejected(
+    server: ComfyServer, seed: int, at: str, option: str
+) -> None:
+    graph = image_to_video(seed=seed)
+    graph[at]["inputs"][option] = f"../../input/{IMAGE}"
+    with pytest.raises(PromptRejected, match="value_not_in_list"):
+        server.run(graph)
+
+
+def test_prompt_is_not_saved_outside_the_output_folder(server: ComfyServer, seed: int) -> None:
+    graph = {
+        "load": node("WanDistLoadConditioning", file=f"{POSITIVE} [input]"),
+        "save": node(
+            "WanDistSaveConditioning", conditioning=["load", 0], filename_prefix="../../escaped"
+        ),
+    }
+    failure = error_of(server.run(graph)).data
+    assert "outside the output folder" in failure["exception_message"]
+    assert list(server.base.parent.rglob("escaped*")) == []
+
+
+# ---- helpers
+
+
+def assert_says(message: str, words: list[str]) -> None:
+    assert [word for word in words if word not in message] == [], message
+
+
+def available_memory() -> int:
+    """Bytes that /proc/meminfo calls available."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,253 @@
+"""What a group is launched with, and who may connect to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from group_kit import stub_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comfy_wan_dist.group import launch, listener
+from comfy_wan_dist.group.environment import child_environment
+from comfy_wan_dist.group.launch import GroupLog, StartingGroup
+from comfy_wan_dist.group.listener import Listener
+from comfy_wan_dist.group.process import ProcessHandle, parent_pid
+from comfy_wan_dist.group.spec import PACK_ROOT, LaunchSpec
+from comfy_wan_dist.ipc.channel import SocketChannel
+from comfy_wan_dist.ipc.errors import WorkerStartError
+from comfy_wan_dist.ipc.messages import Cancel, Hello
+from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.devices import DeviceList
+
+CPU = DeviceList(kind="cpu", indices=(0, 1))
+
+
+def cuda(*indices: int) -> DeviceList:
+    return DeviceList(kind="cuda", indices=indices)
+
+
+def spec_on(devices: DeviceList) -> LaunchSpec:
+    return LaunchSpec(degrees=MeshDegrees(tp=2), devices=devices, log_path=Path("log"))
+
+
+def test_environment_drops_what_is_comfyuis_own_and_keeps_the_users() -> None:
+    child = child_environment(
+        {
+            "PATH": "/bin",
+            "NCCL_DEBUG": "INFO",
+            "OMP_NUM_THREADS": "3",
+            "PYTHONPATH": "/mine",
+            "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "RANK": "3",
+            "MASTER_PORT": "1",
+            "TORCHELASTIC_RUN_ID": "x",
+            "ACCELERATE_USE_CPU": "true",
+        },
+        devices=CPU,
+        pack_root=Path("/pack"),
+    )
+    assert child == {
+        "PATH": "/bin",
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONPATH": "/pack:/mine",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seen", "devices", "expected"),
+    [
+        (None, cuda(0, 1), "0,1"),
+        (None, cuda(3, 1), "3,1"),
+        ("2,5,7", cuda(0, 2), "2,7"),
+        ("GPU-aa, GPU-bb", cuda(1), "GPU-bb"),
+        ("4", CPU, ""),
+    ],
+)
+def test_environment_shows_each_rank_its_device_in_order(
+    seen: str | None, devices: DeviceList, expected: str
+) -> None:
+    environment = {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+    child = child_environment(environment, devices=devices, pack_root=Path("/pack"))
+    assert child["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_spec_tells_which_groups_are_the_same_and_which_collide() -> None:
+    assert spec_on(cuda(0, 1)).key == spec_on(cuda(0, 1, 2)).key
+    assert spec_on(cuda(0, 1)).key != spec_on(cuda(1, 0)).key
+    assert spec_on(cuda(0, 1)).shares_devices_with(spec_on(cuda(1, 2)))
+    assert not spec_on(cuda(0, 1)).shares_devices_with(spec_on(cuda(2, 3)))
+    assert spec_on(CPU).shares_devices_with(stub_spec(Path("log"), ranks=1))
+    assert not spec_on(CPU).shares_devices_with(spec_on(cuda(0, 1)))
+
+
+def test_spec_refuses_more_than_a_plane_and_too_few_devices() -> None:
+    with pytest.raises(ValueError, match="dp2"):
+        replace(spec_on(CPU), degrees=MeshDegrees(dp=2))
+    with pytest.raises(ValueError, match="needs 4 devices; 2"):
+        replace(spec_on(CPU), degrees=MeshDegrees(tp=4))
+
+
+def test_pack_root_is_found_whatever_its_name() -> None:
+    assert (PACK_ROOT / "workers" / "launcher.py").is_file()
+
+
+def test_start_elsewhere_than_linux_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    with pytest.raises(WorkerStartError, match="Linux only; this is win32"):
+        StartingGroup(stub_spec(tmp_path / "log"))
+
+
+def test_log_tail_is_of_this_start_and_the_file_does_not_grow_for_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "logs" / "group.log"
+    for text in ("first\n", "second\n"):
+        log = GroupLog(path)
+        assert "nothing" in log.tail()
+        os.write(log.descriptor, text.encode())
+        assert log.tail() == text.strip()
+        log.close()
+    assert path.read_text() == "first\nsecond\n"
+    monkeypatch.setattr(launch, "MAX_LOG_BYTES", 5)
+    GroupLog(path).close()
+    assert path.read_text() == ""
+
+
+def test_process_handle_never_signals_a_stranger() -> None:
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    handle = ProcessHandle(child)
+    assert parent_pid(child) in (os.getpid(), None)
+    assert handle.wait(5)
+    os.waitpid(child, 0)  # from here on its number may be another process
+    handle.send_signal(9)  # type: ignore[arg-type]
+    handle.close()
+    assert parent_pid(child) != os.getpid()
+
+
+# ---- who may connect ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    monkeypatch.setattr(listener, "HELLO_TIMEOUT_S", 0.2)
+    door = Listener(world_size=2)
+    yield door
+    door.close()
+    door.remove_folder()
+    assert not door.folder.exists()
+
+
+def connect(door: Listener) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(door.folder / "socket"))
+    return connection
+
+
+def hello(
+    door: Listener, *, token: str | None = None, rank: int = 1, pid: int | None = None
+) -> Hello:
+    true_token = (door.folder / "token").read_text()
+    return Hello(
+        token=true_token if token is None else token,
+        rank=rank,
+        pid=os.getpid() if pid is None else pid,
+    )
+
+
+def test_listener_admits_a_child_of_the_launcher_with_the_token(door: Listener) -> None:
+    client = SocketChannel(connect(door))
+    client.send(hello(door), timeout_s=1)
+    admitted = door.accept(launcher_pid=os.getppid())
+    assert admitted is not None
+    assert (admitted.rank, admitted.process.pid) == (1, os.getpid())
+    admitted.channel.close()
+    admitted.process.close()
+    client.close()
+    assert stat.S_IMODE(door.folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("changes", "launcher_pid"),
+    [
+        ({"token": "0" * 64}, os.getppid()),
+        ({"token": ""}, os.getppid()),
+        ({"rank": 2}, os.getppid()),
+        ({"rank": -1}, os.getppid()),
+        ({"pid": 1}, os.getppid()),
+        ({}, os.getpid()),
+    ],
+)
+def test_listener_refuses_strangers(
+    door: Listener, changes: dict[str, Any], launcher_pid: int
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    client = SocketChannel(connect(door))
+    client.send(hello(door, **changes), timeout_s=1)
+    assert door.accept(launcher_pid=launcher_pid) is None
+    client.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_listener_refuses_other_users(door: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SocketChannel(connect(door))
+    client.send(hello(door), timeout_s=1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert door.accept(launcher_pid=os.getppid()) is None
+    client.close()
+
+
+def test_listener_does_not_wait_for_the_silent(door: Listener) -> None:
+    assert door.accept(launcher_pid=os.getppid()) is None  # nobody there
+    silent = connect(door)
+    assert door.accept(launcher_pid=os.getppid()) is None
+    silent.close()
+    other = SocketChannel(connect(door))
+    other.send(Cancel(id="x"), timeout_s=1)
+    assert door.accept(launcher_pid=os.getppid()) is None
+    other.close()
+
+
+def test_listener_survives_any_bytes(door: Listener) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    @settings(max_examples=60, deadline=None)
+    @given(data=st.binary(max_size=60), framed=st.booleans())
+    def knock(data: bytes, framed: bool) -> None:
+        raw = connect(door)
+        raw.send((struct.pack("<I", len(data)) if framed else b"") + data)
+        raw.shutdown(socket.SHUT_WR)
+        assert door.accept(launcher_pid=os.getppid()) is None
+        raw.close()
+
+    knock()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_listener_finds_a_shorter_place_for_its_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("x" * 60) / ("y" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    door = Listener(world_size=1)
+    connect(door).close()
+    door.close()
+    door.remove_folder()
+    assert list(deep.iterdir()) == []
