@@ -264,7 +264,7 @@ def forward_rank(
         run = prepare_sample(
             request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
         )
-        apply_context_parallel(model, groups.ulysses, run.shard)
+        apply_context_parallel(model, groups, run.shard)
         conditioning = Conditioning(
             rope=run.rope,
             runs=run.runs,
@@ -276,7 +276,7 @@ def forward_rank(
         x = run.x if run.kept is None else run.kept.blend(run.x)
         velocity = guided_velocity(model, x, schedule.timesteps[0], conditioning, run.guidance)
         ledger = groups.ledger.lines()
-        tokens = groups.ulysses.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(
+        tokens = groups.cp.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(
             0, 1
         )
     return ForwardRun(

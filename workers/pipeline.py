@@ -108,7 +108,7 @@ class PlaneRunner:
                 request, model, tensor=job.tensor, groups=groups, device=self._device
             ),
         )
-        apply_context_parallel(model, groups.ulysses, run.shard)
+        apply_context_parallel(model, groups, run.shard)
         steps = len(request.timesteps)
 
         def before_step(index: int) -> None:

@@ -43,14 +43,34 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Incoming:
+    """A tensor on its way from another rank. What was sent must not be written before `wait` has returned."""
+
+    tensor: Tensor
+    transfers: tuple[dist.Work, ...]
+
+    def wait(self) -> Tensor:
+        for transfer in self.transfers:
+            transfer.wait()
+        return self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
 class AxisGroup:
-    """The ranks that this rank works with along one axis. `group` is None at size 1."""
+    """The ranks that this rank works with along one axis.
+
+    `ranks` are their numbers in the plane, in the order of the group's own; `group` is None at size 1.
+    """
 
     axis: str
-    size: int
+    ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
     ledger: Ledger
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Sum over the group, in place where x is contiguous. The result is bit-identical on all ranks."""
@@ -80,6 +100,24 @@ class AxisGroup:
         out = x.new_empty((self.size, *x.shape))
         dist.all_gather(list(out.unbind()), x, group=self.group)
         return out
+
+    def pass_on(self, x: Tensor, *, receive: int) -> Incoming:
+        """Start sending x to the next rank of the ring and receiving `receive` rows of dim 0 from the one before."""
+        if self.size == 1:
+            return Incoming(tensor=x, transfers=())
+        x = x.contiguous()
+        self.ledger.book("send", self.axis, x)
+        out = x.new_empty((receive, *x.shape[1:]))
+        # Peers are numbered over the plane, whatever the group: rank 1 of the group [2, 3] is 3.
+        following = self.ranks[(self.rank + 1) % self.size]
+        previous = self.ranks[(self.rank - 1) % self.size]
+        transfers = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, following, self.group),
+                dist.P2POp(dist.irecv, out, previous, self.group),
+            ]
+        )
+        return Incoming(tensor=out, transfers=tuple(transfers))
 
     def gather_uneven(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate the shards of dim 0 in rank order on every rank; rank i holds `sizes[i]` rows.

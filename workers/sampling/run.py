@@ -53,7 +53,7 @@ def prepare_sample(
     validate_steps(request)
     batch, grid = noisy.shape[0], grid_of(noisy)
     validate_grid(groups.degrees, grid)
-    shard = shard_range(grid.tokens, parts=groups.ulysses.size, rank=groups.ulysses.rank)
+    shard = shard_range(grid.tokens, parts=groups.cp.size, rank=groups.cp.rank)
 
     def shard_tokens(latent: Tensor) -> Tensor:
         return patchify(latent.expand_as(noisy))[:, shard.start : shard.stop].to(device, copy=True)
@@ -125,7 +125,7 @@ def run_sample(
         kept=run.kept,
         before_step=before_step,
     )
-    tokens = groups.ulysses.gather_uneven(x.transpose(0, 1), run.shard.sizes).transpose(0, 1)
+    tokens = groups.cp.gather_uneven(x.transpose(0, 1), run.shard.sizes).transpose(0, 1)
     return unpatchify(tokens, run.grid) * run.final_scale
 
 
