@@ -26,6 +26,7 @@ from comfy_wan_dist.ipc.messages import (
     VAESpec,
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.shards import TokenShards
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
@@ -39,6 +40,7 @@ from .parallel.collectives import Ledger
 from .parallel.compile import compile_blocks, outside_graphs
 from .parallel.context import apply_context_parallel
 from .parallel.groups import MeshGroups, build_groups
+from .parallel.sequence import SequenceParallel, apply_sequence_parallel
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import decode_chunks_into, encode_frames
 from .vae.wan22 import WanVAE
@@ -57,11 +59,18 @@ def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Ru
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """`groups` are the plane's as the model's layers use them."""
+    """`groups` are the plane's as the model's layers use them; `sequence` is there if the mesh has sp."""
 
     spec: ModelSpec
     model: WanModel
     groups: MeshGroups
+    sequence: SequenceParallel | None
+
+    def fit_to(self, shards: TokenShards) -> None:
+        """Prepare the layers for a job whose tokens are cut as `shards` says."""
+        apply_context_parallel(self.model, self.groups, shards.cp)
+        if self.sequence is not None:
+            self.sequence.sizes = shards.sp.sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +117,7 @@ class PlaneRunner:
                 request, model, tensor=job.tensor, groups=groups, device=self._device
             ),
         )
-        apply_context_parallel(model, groups, run.shard)
+        loaded.fit_to(run.shards)
         steps = len(request.timesteps)
 
         def before_step(index: int) -> None:
@@ -189,9 +198,12 @@ class PlaneRunner:
             return load_weights(model, file, tp=tp, report=report)
 
         self._bytes_read += together(job, load)
+        sequence = None
+        if groups.degrees.sp:
+            sequence = apply_sequence_parallel(model, groups.tp)
         if spec.compile:
             compile_blocks(model)
-        self._model = LoadedModel(spec=spec, model=model, groups=groups)
+        self._model = LoadedModel(spec=spec, model=model, groups=groups, sequence=sequence)
         return self._model
 
     def _recognise(self, spec: ModelSpec) -> WanFile:

@@ -1,7 +1,7 @@
 """Degrees of parallelism and their one spelling.
 
 A mesh is written `single`, `auto`, or axis names with their degrees joined by dashes in the order
-dp, cfg, pp, ring, ulysses, tp: `cfg2-ulysses2-tp2`. Axes left out have degree 1.
+dp, cfg, pp, ring, ulysses, tp, then flags: `cfg2-ulysses2-tp2`, `tp4-sp`. Axes left out have degree 1.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class MeshDegrees:
     ring: int = 1
     ulysses: int = 1
     tp: int = 1
+    sp: bool = False
+    """Megatron sequence parallelism: the tp ranks also share the tokens between the cut layers."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -41,6 +43,11 @@ class MeshDegrees:
             raise MeshError(
                 f"cfg{self.cfg} is not possible: guidance has two branches (prompt and negative prompt), "
                 "so cfg is 1 or 2; use ulysses or tp for more ranks"
+            )
+
+        if self.sp and self.tp == 1:
+            raise MeshError(
+                "sp shares the tokens between the ranks of tp, but tp is 1; write tp2-sp or leave sp out"
             )
 
     @property
@@ -63,6 +70,8 @@ class MeshDegrees:
 
     def __str__(self) -> str:
         parts = [f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1]
+        if self.sp:
+            parts.append("sp")
         return "-".join(parts) or "single"
 
 
@@ -78,12 +87,15 @@ def parse_mesh(text: str) -> MeshDegrees | None:
     if cleaned == "single":
         return MeshDegrees()
     degrees: dict[str, int] = {}
-    for part in cleaned.split("-"):
+    parts = cleaned.split("-")
+    sp = parts[-1] == "sp" and len(parts) > 1
+    for part in parts[:-1] if sp else parts:
         match = re.fullmatch(r"([a-z]+)([0-9]{1,6})", part)
         if match is None or match[1] not in AXES:
             raise MeshError(
                 f"mesh {text!r}: {part!r} is not an axis with a degree; write auto, single, or axes out of "
-                f"{', '.join(AXES)} with their degrees, such as cfg2-ulysses2-tp2"
+                f"{', '.join(AXES)} with their degrees, such as cfg2-ulysses2-tp2, "
+                "with sp last"
             )
         if match[1] in degrees:
             raise MeshError(f"mesh {text!r} names {match[1]} twice; name each axis once")
@@ -91,4 +103,4 @@ def parse_mesh(text: str) -> MeshDegrees | None:
     if list(degrees) != [axis for axis in AXES if axis in degrees]:
         ordered = "-".join(f"{axis}{degrees[axis]}" for axis in AXES if axis in degrees)
         raise MeshError(f"mesh {text!r}: axes go in the order {', '.join(AXES)}; write {ordered}")
-    return MeshDegrees(**degrees)
+    return MeshDegrees(**degrees, sp=sp)

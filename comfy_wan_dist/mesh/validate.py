@@ -61,11 +61,12 @@ def validate_model(degrees: MeshDegrees, shape: WanShape) -> None:
 
 
 def validate_grid(degrees: MeshDegrees, grid: LatentGrid) -> None:
-    """Refuse a latent with fewer tokens than context-parallel ranks."""
-    if grid.tokens < degrees.cp:
+    """Refuse a latent with fewer tokens than shards."""
+    shards = degrees.cp * (degrees.tp if degrees.sp else 1)
+    if grid.tokens < shards:
         raise MeshError(
-            f"mesh {degrees} cuts the video into {degrees.cp} token shards but it has only {grid.tokens} tokens; "
-            "use a larger video or a smaller ulysses degree"
+            f"mesh {degrees} cuts the video into {shards} token shards but it has only {grid.tokens} tokens; "
+            "use a larger video or smaller degrees of ring and ulysses"
         )
 
 

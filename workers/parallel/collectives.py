@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LedgerLine
@@ -119,15 +121,34 @@ class AxisGroup:
         )
         return Incoming(tensor=out, transfers=tuple(transfers))
 
-    def gather_uneven(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Concatenate the shards of dim 0 in rank order on every rank; rank i holds `sizes[i]` rows.
+    def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Concatenate shards of dim 0 in rank order on every rank; rank i holds `sizes[i]` rows.
 
-        An all-to-all in which every rank sends its shard to all: gloo has no uneven all-gather.
+        One all-gather; shorter shards travel with rows that are dropped on arrival.
         """
         if self.size == 1:
             return x
-        copies = x.contiguous().repeat(self.size, *[1] * (x.dim() - 1))
-        self.ledger.book("gather", self.axis, x)
-        out = x.new_empty((sum(sizes), *x.shape[1:]))
-        dist.all_to_all_single(out, copies, list(sizes), [x.shape[0]] * self.size, group=self.group)
-        return out
+        padded = pad_rows(x.contiguous(), max(sizes))
+        self.ledger.book("all_gather", self.axis, padded)
+        out = padded.new_empty((self.size, *padded.shape))
+        dist.all_gather(list(out.unbind()), padded, group=self.group)
+        if len(set(sizes)) == 1:
+            return out.flatten(0, 1)
+        return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
+
+    def reduce_scatter_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Sum x over the ranks and keep this rank's run of dim 0, of `sizes[rank]` rows. Inverse of `gather_rows`."""
+        if self.size == 1:
+            return x
+        parts = [pad_rows(part, max(sizes)) for part in x.contiguous().split(list(sizes))]
+        out = torch.empty_like(parts[0])
+        self.ledger.book("reduce_scatter", self.axis, x)
+        dist.reduce_scatter(out, parts, group=self.group)
+        return out[: sizes[self.rank]]
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x with zero rows appended to dim 0; x itself if it has that many."""
+    if x.shape[0] == rows:
+        return x
+    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rows - x.shape[0]])

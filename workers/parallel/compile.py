@@ -24,7 +24,13 @@ def outside_graphs(groups: MeshGroups) -> MeshGroups:
         values = {field.name: getattr(group, field.name) for field in fields(group)}
         return _opaque_group()(**values)
 
-    return replace(groups, ulysses=opaque(groups.ulysses), tp=opaque(groups.tp))
+    return replace(
+        groups,
+        ring=opaque(groups.ring),
+        ulysses=opaque(groups.ulysses),
+        cp=opaque(groups.cp),
+        tp=opaque(groups.tp),
+    )
 
 
 def compile_blocks(model: WanModel, *, backend: str = "inductor") -> None:
@@ -39,6 +45,8 @@ def _opaque_group() -> type[AxisGroup]:
         all_reduce_sum = torch.compiler.disable(AxisGroup.all_reduce_sum)
         all_to_all = torch.compiler.disable(AxisGroup.all_to_all)
         all_gather = torch.compiler.disable(AxisGroup.all_gather)
-        gather_uneven = torch.compiler.disable(AxisGroup.gather_uneven)
+        gather_rows = torch.compiler.disable(AxisGroup.gather_rows)
+        reduce_scatter_rows = torch.compiler.disable(AxisGroup.reduce_scatter_rows)
+        pass_on = torch.compiler.disable(AxisGroup.pass_on)
 
     return OpaqueAxisGroup

@@ -6,6 +6,8 @@ the ranks. The full-width query/key norm reduces its sum of squares. Source: Meg
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,17 +19,20 @@ from .plan import Cut, cut_of
 
 
 class RowParallelLinear(nn.Module):
-    """A linear whose input features are sharded. Collectives: one all-reduce on tp per call."""
+    """A linear whose input features are sharded.
+
+    Collectives: `reduce` of the partial outputs, an all-reduce on tp unless sequence parallelism replaces it.
+    """
 
     def __init__(self, full: nn.Linear, tp: AxisGroup) -> None:
         super().__init__()
-        self.tp = tp
+        self.reduce: Callable[[Tensor], Tensor] = tp.all_reduce_sum
         self.weight = nn.Parameter(full.weight.new_empty(full.out_features, full.in_features // tp.size))
         self.bias = nn.Parameter(torch.empty_like(full.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         # The bias comes after the sum: inside the partial product it would be added once per rank.
-        return self.tp.all_reduce_sum(F.linear(x, self.weight)).add_(self.bias)
+        return self.reduce(F.linear(x, self.weight)).add_(self.bias)
 
 
 class ShardedMeanSquare:

@@ -11,7 +11,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
 from comfy_wan_dist.mesh.shape import LatentGrid
-from comfy_wan_dist.mesh.shards import ShardRange, shard_range
+from comfy_wan_dist.mesh.shards import TokenShards, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid
 from workers.model.rope import rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
@@ -27,7 +27,7 @@ class SampleRun:
     """A sampling job cut for this rank. x, kept and the solver's noise are token shards in float32."""
 
     grid: LatentGrid
-    shard: ShardRange
+    shards: TokenShards
     x: Tensor
     kept: KeptTokens | None
     solver: Solver
@@ -53,10 +53,14 @@ def prepare_sample(
     validate_steps(request)
     batch, grid = noisy.shape[0], grid_of(noisy)
     validate_grid(groups.degrees, grid)
-    shard = shard_range(grid.tokens, parts=groups.cp.size, rank=groups.cp.rank)
+    shards = token_shards(
+        grid.tokens,
+        cp=(groups.cp.size, groups.cp.rank),
+        sp=(groups.tp.size, groups.tp.rank) if groups.degrees.sp else (1, 0),
+    )
 
     def shard_tokens(latent: Tensor) -> Tensor:
-        return patchify(latent.expand_as(noisy))[:, shard.start : shard.stop].to(device, copy=True)
+        return patchify(latent.expand_as(noisy))[:, shards.start : shards.stop].to(device, copy=True)
 
     def step_noise(index: int) -> Tensor:
         assert request.step_noise is not None
@@ -82,7 +86,7 @@ def prepare_sample(
         )
     return SampleRun(
         grid=grid,
-        shard=shard,
+        shards=shards,
         x=shard_tokens(noisy),
         kept=kept,
         solver=build_solver(
@@ -91,8 +95,8 @@ def prepare_sample(
             step_noise=step_noise if request.step_noise is not None else None,
         ),
         row_factors=row_factors.to(device),
-        runs=token_runs(rows, grid, shard.start, shard.stop),
-        rope=rope_table(grid, shard.start, shard.stop, device=device),
+        runs=token_runs(rows, grid, shards.start, shards.stop),
+        rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
         contexts=tuple(context.to(device, copy=True) for _, context in contexts),
         guidance=guidance,
         final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
@@ -125,8 +129,15 @@ def run_sample(
         kept=run.kept,
         before_step=before_step,
     )
-    tokens = groups.cp.gather_uneven(x.transpose(0, 1), run.shard.sizes).transpose(0, 1)
-    return unpatchify(tokens, run.grid) * run.final_scale
+    return unpatchify(gather_tokens(x, run.shards, groups), run.grid) * run.final_scale
+
+
+def gather_tokens(x_BLP: Tensor, shards: TokenShards, groups: MeshGroups) -> Tensor:
+    """All tokens on every rank. Collectives: with sp one gather on tp, then one on cp."""
+    rows = x_BLP.transpose(0, 1)
+    if groups.degrees.sp:
+        rows = groups.tp.gather_rows(rows, shards.sp.sizes)
+    return groups.cp.gather_rows(rows, shards.cp.sizes).transpose(0, 1)
 
 
 def validate_latent(latent: Tensor, *, channels: int) -> None:
