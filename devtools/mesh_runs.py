@@ -29,7 +29,7 @@ from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import build_groups
 from workers.pipeline import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
-from workers.sampling.run import prepare_sample
+from workers.sampling.run import gather_tokens, prepare_sample
 
 MESHES = (
     "single",
@@ -250,7 +250,7 @@ def forward_rank(
     if compile_backend is not None:
         groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
-    model = build_model(file.shape, tp=groups.tp, dtype=torch.float32, device=CPU)
+    model = build_model(file.shape, pp=groups.pp, tp=groups.tp, dtype=torch.float32, device=CPU)
     load_weights(model, file, tp=groups.tp, report=lambda done, total: None)
     residuals: list[Tensor] = []
     if compile_backend is not None:
@@ -264,7 +264,7 @@ def forward_rank(
         run = prepare_sample(
             request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
         )
-        apply_context_parallel(model, groups, run.shard)
+        apply_context_parallel(model, groups, run.shards.cp)
         conditioning = Conditioning(
             rope=run.rope,
             runs=run.runs,
@@ -274,11 +274,11 @@ def forward_rank(
         text_ledger = groups.ledger.lines()
         groups.ledger.clear()
         x = run.x if run.kept is None else run.kept.blend(run.x)
-        velocity = guided_velocity(model, x, schedule.timesteps[0], conditioning, run.guidance)
-        ledger = groups.ledger.lines()
-        tokens = groups.cp.gather_uneven(velocity.transpose(0, 1), run.shard.sizes).transpose(
-            0, 1
+        velocity = guided_velocity(
+            model, x, schedule.timesteps[0], conditioning, run.guidance, groups.pp
         )
+        ledger = groups.ledger.lines()
+        tokens = gather_tokens(velocity, run.shards, groups)
     return ForwardRun(
         velocity=unpatchify(tokens, run.grid).contiguous(),
         text_ledger=text_ledger,

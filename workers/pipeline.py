@@ -180,12 +180,14 @@ class PlaneRunner:
             validate_memory(
                 file.shape,
                 self._groups.degrees,
-                shard_bytes=shard_bytes(file.shape, tp=tp, dtype=dtype),
+                shard_bytes=shard_bytes(file.shape, pp=groups.pp, tp=tp, dtype=dtype),
                 bytes_per_parameter=dtype.itemsize,
                 device=self._device,
                 free_bytes=free_memory(self._device),
             )
-            return build_model(file.shape, tp=tp, dtype=dtype, device=self._device)
+            return build_model(
+                file.shape, pp=groups.pp, tp=tp, dtype=dtype, device=self._device
+            )
 
         model = together(job, allocate)
 

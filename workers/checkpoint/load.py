@@ -14,6 +14,7 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import FLOAT32_PARAMETERS, WanModel
 from workers.parallel.collectives import AxisGroup
+from workers.parallel.stages import select_stage
 from workers.parallel.plan import parameter_slice
 from workers.parallel.tensor import apply_tensor_parallel
 
@@ -22,11 +23,12 @@ from .reader import TensorReader
 
 
 def build_model(
-    shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype, device: torch.device
+    shape: WanShape, *, pp: AxisGroup, tp: AxisGroup, dtype: torch.dtype, device: torch.device
 ) -> WanModel:
     """This rank's shard with memory allocated and no values in it."""
     with init_empty_weights(include_buffers=True):
         model = WanModel(shape)
+        select_stage(model, pp)
         apply_tensor_parallel(model, tp)
 
     def dtype_of(name: str) -> torch.dtype:
@@ -36,9 +38,9 @@ def build_model(
     return model.eval()
 
 
-def shard_bytes(shape: WanShape, *, tp: AxisGroup, dtype: torch.dtype) -> int:
+def shard_bytes(shape: WanShape, *, pp: AxisGroup, tp: AxisGroup, dtype: torch.dtype) -> int:
     """Bytes of this rank's shard, from a meta model."""
-    model = build_model(shape, tp=tp, dtype=dtype, device=torch.device("meta"))
+    model = build_model(shape, pp=pp, tp=tp, dtype=dtype, device=torch.device("meta"))
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

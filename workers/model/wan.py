@@ -55,6 +55,14 @@ class TextKeysValues:
     values: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEmbedding:
+    """Of R timestep rows, float32: what the head adds to its modulation, and what the blocks add to theirs."""
+
+    head_BRD: Tensor
+    blocks_BR6D: Tensor
+
+
 def softmax_attention(q_BLNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
     """Attend every query to all keys; heads may be any number."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLNK, k_BSNK, v_BSNK))
@@ -224,7 +232,7 @@ class WanModel(nn.Module):
 
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
         """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""
-        text = self.text_embedding(context.to(self.patch_embedding.weight.dtype))
+        text = self.text_embedding(context.to(self.text_embedding[0].weight.dtype))
         attentions = (cast(CrossAttention, block.cross_attn) for block in self.blocks.values())
         return tuple(attention.encode_text(text) for attention in attentions)
 
@@ -242,12 +250,26 @@ class WanModel(nn.Module):
         Shapes: tokens_BLP [B, L, in_dim*4]; timesteps_BR in [0, 1000], float32; runs cover 0..L-1 in order;
         rope from `rope_table` for the same tokens; text from `encode_text`.
         """
+        time = self.embed_time(timesteps_BR)
+        x = self.run_blocks(self.embed_patches(tokens_BLP), time, runs, rope, text)
+        return self.head(x, time.head_BRD, runs)
+
+    def embed_time(self, timesteps_BR: Tensor) -> TimeEmbedding:
         time_BRD = self.time_embedding(sinusoid(timesteps_BR, self.shape.freq_dim))
-        time_BR6D = self.time_projection(time_BRD).unflatten(-1, (6, -1))
-        x = self.embed_patches(tokens_BLP)
+        blocks_BR6D = self.time_projection(time_BRD).unflatten(-1, (6, -1))
+        return TimeEmbedding(head_BRD=time_BRD, blocks_BR6D=blocks_BR6D)
+
+    def run_blocks(
+        self,
+        x_BLD: Tensor,
+        time: TimeEmbedding,
+        runs: tuple[TokenRun, ...],
+        rope: Tensor,
+        text: tuple[TextKeysValues, ...],
+    ) -> Tensor:
         for block, block_text in zip(self.blocks.values(), text, strict=True):
-            x = block(x, time_BR6D, runs, rope, block_text)
-        return self.head(x, time_BRD, runs)
+            x_BLD = block(x_BLD, time.blocks_BR6D, runs, rope, block_text)
+        return x_BLD
 
     def embed_patches(self, tokens_BLP: Tensor) -> Tensor:
         weight = self.patch_embedding.weight.permute(0, 2, 3, 4, 1).flatten(1)

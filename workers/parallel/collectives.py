@@ -121,6 +121,28 @@ class AxisGroup:
         )
         return Incoming(tensor=out, transfers=tuple(transfers))
 
+    def send(self, x: Tensor, to: int) -> Incoming:
+        """Start sending x to rank `to` of the group; wait before x is written again."""
+        x = x.contiguous()
+        self.ledger.book("send", self.axis, x)
+        transfer = dist.isend(x, self.ranks[to], group=self.group)
+        assert transfer is not None
+        return Incoming(tensor=x, transfers=(transfer,))
+
+    def receive(self, out: Tensor, sender: int) -> Tensor:
+        """Fill `out` with what rank `sender` of the group sends."""
+        dist.recv(out, self.ranks[sender], group=self.group)
+        return out
+
+    def broadcast(self, x: Tensor, sender: int) -> Tensor:
+        """x of rank `sender` on every rank, in place."""
+        if self.size == 1:
+            return x
+        if self.rank == sender:
+            self.ledger.book("broadcast", self.axis, x)
+        dist.broadcast(x, self.ranks[sender], group=self.group)
+        return x
+
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Concatenate shards of dim 0 in rank order on every rank; rank i holds `sizes[i]` rows.
 

@@ -22,6 +22,7 @@ class MeshGroups:
     degrees: MeshDegrees
     rank: int
     cfg: AxisGroup
+    pp: AxisGroup
     ring: AxisGroup
     ulysses: AxisGroup
     cp: AxisGroup
@@ -53,6 +54,7 @@ def build_groups(degrees: MeshDegrees, rank: int, ledger: Ledger) -> MeshGroups:
         degrees=degrees,
         rank=rank,
         cfg=axis_group("cfg", "cfg"),
+        pp=axis_group("pp", "pp"),
         ring=ring,
         ulysses=ulysses,
         cp=cp,

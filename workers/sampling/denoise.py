@@ -16,6 +16,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.collectives import AxisGroup
+from workers.parallel.stages import MicroBatch, forward_in_stages
 
 from .solvers import Solver
 
@@ -65,6 +66,7 @@ def denoise(
     timesteps: tuple[float, ...],
     solver: Solver,
     guidance: Guidance | None,
+    stages: AxisGroup,
     kept: KeptTokens | None,
     before_step: Callable[[int], None],
 ) -> Tensor:
@@ -76,7 +78,7 @@ def denoise(
     for index, timestep in enumerate(timesteps):
         before_step(index)
         model_x = x if kept is None else kept.blend(x)
-        velocity = guided_velocity(model, model_x, timestep, conditioning, guidance)
+        velocity = guided_velocity(model, model_x, timestep, conditioning, guidance, stages)
         denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
         if kept is not None:
             denoised = kept.blend(denoised)
@@ -90,17 +92,26 @@ def guided_velocity(
     timestep: float,
     conditioning: Conditioning,
     guidance: Guidance | None,
+    stages: AxisGroup,
 ) -> Tensor:
-    """Velocity of the token shard x, [B, L, P] float32; equal on both guidance planes."""
-    predictions = [
-        model(
-            x,
-            timesteps_BR=conditioning.row_factors * timestep,
-            runs=conditioning.runs,
-            rope=conditioning.rope,
-            text=branch,
-        )
+    """Velocity of the token shard x, [B, L, P] float32; equal on all guidance planes and stages."""
+    samples = 1 if stages.size == 1 else x.shape[0]
+    batches = [
+        MicroBatch(tokens=tokens, timesteps=timesteps, text=text)
         for branch in conditioning.branches
+        for tokens, timesteps, text in zip(
+            x.chunk(samples),
+            (conditioning.row_factors * timestep).chunk(samples),
+            split_text(branch, samples),
+            strict=True,
+        )
+    ]
+    outputs = forward_in_stages(
+        model, batches, runs=conditioning.runs, rope=conditioning.rope, pp=stages
+    )
+    predictions = [
+        torch.cat(outputs[first : first + samples]) if samples > 1 else outputs[first]
+        for first in range(0, len(outputs), samples)
     ]
     if guidance is None:
         return predictions[0]
@@ -109,6 +120,20 @@ def guided_velocity(
     else:
         cond, uncond = predictions
     return torch.add(uncond, cond - uncond, alpha=guidance.scale)
+
+
+def split_text(
+    branch: tuple[TextKeysValues, ...], samples: int
+) -> list[tuple[TextKeysValues, ...]]:
+    """The text of each of `samples` micro-batches: one prompt serves all, or each sample has its own."""
+    own = [
+        [
+            TextKeysValues(keys=keys, values=values)
+            for keys, values in zip(text.keys.chunk(samples), text.values.chunk(samples), strict=True)
+        ]
+        for text in branch
+    ]
+    return [tuple(texts[i % len(texts)] for texts in own) for i in range(samples)]
 
 
 def frame_rows(

@@ -126,6 +126,7 @@ def run_sample(
         timesteps=request.timesteps,
         solver=run.solver,
         guidance=run.guidance,
+        stages=groups.pp,
         kept=run.kept,
         before_step=before_step,
     )
