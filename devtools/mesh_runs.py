@@ -23,10 +23,9 @@ from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.load import build_model, load_weights
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
-from workers.parallel.collectives import Ledger
 from workers.parallel.compile import compile_blocks, outside_graphs
 from workers.parallel.context import apply_context_parallel
-from workers.parallel.groups import build_groups
+from workers.parallel.groups import PlaneGroups
 from workers.pipeline import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
 from workers.sampling.run import gather_tokens, prepare_sample
@@ -168,7 +167,7 @@ def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> 
 
 
 def build_request(
-    spec: ModelSpec, inputs: Inputs, schedule: Schedule
+    spec: ModelSpec, inputs: Inputs, schedule: Schedule, *, mesh: str
 ) -> tuple[SampleRequest, list[Tensor]]:
     """The request and the tensors that its refs name; the last one is the result."""
     tensors: list[Tensor] = []
@@ -185,6 +184,7 @@ def build_request(
     request = SampleRequest(
         id="local",
         model=spec,
+        mesh=mesh,
         solver=schedule.solver,
         sigmas=schedule.sigmas,
         timesteps=schedule.timesteps,
@@ -204,10 +204,10 @@ def build_request(
 def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
     """The runner of one rank and its votes."""
     degrees = mesh_degrees(mesh)
-    groups = build_groups(degrees, rank, Ledger())
-    votes = dist.new_group() if degrees.plane_size > 1 else None
-    return PlaneRunner(groups=groups, device=CPU), Agreement(
-        rank=rank, size=degrees.plane_size, group=votes
+    plane = PlaneGroups(layout=degrees, rank=rank)
+    votes = dist.new_group() if degrees.world_size > 1 else None
+    return PlaneRunner(plane=plane, device=CPU), Agreement(
+        rank=rank, size=degrees.world_size, group=votes
     )
 
 
@@ -222,7 +222,7 @@ def sample_rank(
 ) -> tuple[Tensor, tuple[LedgerLine, ...], int]:
     """One rank's run: result (rank 0's is filled), ledger, bytes read."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
     return tensors[-1], stats.ledger, stats.bytes_read
 
@@ -246,7 +246,8 @@ def forward_rank(
     rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, compile_backend: str | None = None
 ) -> ForwardRun:
     """Predict the velocity at sigma 0.7 once, from the file to the whole latent."""
-    groups = build_groups(mesh_degrees(mesh), rank, Ledger())
+    degrees = mesh_degrees(mesh)
+    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
     if compile_backend is not None:
         groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
@@ -259,7 +260,7 @@ def forward_rank(
         for block in model.blocks.values():
             block.register_forward_hook(lambda _module, _inputs, output: residuals.append(output))
     schedule = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
-    request, tensors = build_request(spec, inputs, schedule)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
     with torch.inference_mode():
         run = prepare_sample(
             request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
@@ -299,7 +300,7 @@ def matrix_rank(
         results[f"{case.name}, one forward"] = forward_rank(rank, mesh, spec, inputs).velocity
         for solver in solvers:
             schedule = Schedule(solver=solver, sigmas=SIGMAS, guidance=GUIDANCE)
-            request, tensors = build_request(spec, inputs, schedule)
+            request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
             runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
             results[f"{case.name}, {solver}, {len(SIGMAS) - 1} steps"] = tensors[-1]
     return results if rank == 0 else {}

@@ -25,7 +25,8 @@ from comfy_wan_dist.ipc.messages import (
     SampleRequest,
     VAESpec,
 )
-from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.shards import TokenShards
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.header import read_model_file
@@ -36,10 +37,9 @@ from .checkpoint.memory import free_memory, validate_memory
 from .checkpoint.vae import load_vae
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
-from .parallel.collectives import Ledger
 from .parallel.compile import compile_blocks, outside_graphs
 from .parallel.context import apply_context_parallel
-from .parallel.groups import MeshGroups, build_groups
+from .parallel.groups import MeshGroups, PlaneGroups
 from .parallel.sequence import SequenceParallel, apply_sequence_parallel
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import decode_chunks_into, encode_frames
@@ -53,22 +53,21 @@ T = TypeVar("T")
 
 
 def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Runner:
-    """The runner of one rank. Collectives: the mesh's groups are created here, by all ranks."""
-    return PlaneRunner(groups=build_groups(degrees, rank, Ledger()), device=device)
+    """The runner of one rank of a plane that was started for the mesh `degrees`."""
+    return PlaneRunner(plane=PlaneGroups(layout=degrees, rank=rank), device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """`groups` are the plane's as the model's layers use them; `sequence` is there if the mesh has sp."""
+    """`sequence` is there if the mesh has sp."""
 
     spec: ModelSpec
     model: WanModel
-    groups: MeshGroups
     sequence: SequenceParallel | None
 
-    def fit_to(self, shards: TokenShards) -> None:
+    def fit_to(self, shards: TokenShards, groups: MeshGroups) -> None:
         """Prepare the layers for a job whose tokens are cut as `shards` says."""
-        apply_context_parallel(self.model, self.groups, shards.cp)
+        apply_context_parallel(self.model, groups, shards.cp)
         if self.sequence is not None:
             self.sequence.sizes = shards.sp.sizes
 
@@ -84,8 +83,9 @@ class LoadedVAE:
 class PlaneRunner:
     """Runs requests on this rank's part of the plane, and keeps one transformer and one VAE between them."""
 
-    def __init__(self, *, groups: MeshGroups, device: torch.device) -> None:
-        self._groups = groups
+    def __init__(self, *, plane: PlaneGroups, device: torch.device) -> None:
+        self._plane = plane
+        self._rank = plane.rank
         self._device = device
         self._model: LoadedModel | None = None
         self._vae: LoadedVAE | None = None
@@ -93,7 +93,7 @@ class PlaneRunner:
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
         self._bytes_read = 0
-        self._groups.ledger.clear()
+        self._plane.ledger.clear()
         with torch.inference_mode():
             match request:
                 case SampleRequest():
@@ -102,22 +102,23 @@ class PlaneRunner:
                     self._decode(request, job)
                 case EncodeRequest():
                     self._encode(request, job)
-        return JobStats(bytes_read=self._bytes_read, ledger=self._groups.ledger.lines())
+        return JobStats(bytes_read=self._bytes_read, ledger=self._plane.ledger.lines())
 
     def unload(self) -> None:
         self._model = self._vae = None
         self._release_memory()
 
     def _sample(self, request: SampleRequest, job: Job) -> None:
-        loaded = self._have_model(request.model, job)
-        model, groups = loaded.model, loaded.groups
+        groups = self._groups_for(request, job)
+        loaded = self._have_model(request.model, groups, job)
+        model = loaded.model
         run = together(
             job,
             lambda: prepare_sample(
                 request, model, tensor=job.tensor, groups=groups, device=self._device
             ),
         )
-        loaded.fit_to(run.shards)
+        loaded.fit_to(run.shards, groups)
         steps = len(request.timesteps)
 
         def before_step(index: int) -> None:
@@ -165,21 +166,33 @@ class PlaneRunner:
 
         together(job, encode)
 
-    def _have_model(self, spec: ModelSpec, job: Job) -> LoadedModel:
+    def _groups_for(self, request: SampleRequest, job: Job) -> MeshGroups:
+        """Groups of the job's mesh. Collectives: those of a mesh that is new to this plane are created."""
+
+        def check() -> MeshDegrees:
+            degrees = parse_mesh(request.mesh)
+            if degrees is None:
+                raise ConfigError("a job's mesh is auto; name one")
+            job_ranks(self._plane.layout, degrees)
+            return degrees
+
+        groups = self._plane.for_mesh(together(job, check))
+        return outside_graphs(groups) if request.model.compile else groups
+
+    def _have_model(self, spec: ModelSpec, groups: MeshGroups, job: Job) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the one at hand."""
         if self._model is not None and self._model.spec == spec:
             return self._model
-        file = together(job, lambda: self._recognise(spec))
+        file = together(job, lambda: self._recognise(spec, groups.degrees))
         # The old model goes first: two do not fit where one was sized to.
         self._model = None
         self._release_memory()
-        groups = outside_graphs(self._groups) if spec.compile else self._groups
         tp, dtype = groups.tp, DTYPES[spec.dtype]
 
         def allocate() -> WanModel:
             validate_memory(
                 file.shape,
-                self._groups.degrees,
+                groups.degrees,
                 shard_bytes=shard_bytes(file.shape, pp=groups.pp, tp=tp, dtype=dtype),
                 bytes_per_parameter=dtype.itemsize,
                 device=self._device,
@@ -205,14 +218,14 @@ class PlaneRunner:
             sequence = apply_sequence_parallel(model, groups.tp)
         if spec.compile:
             compile_blocks(model)
-        self._model = LoadedModel(spec=spec, model=model, groups=groups, sequence=sequence)
+        self._model = LoadedModel(spec=spec, model=model, sequence=sequence)
         return self._model
 
-    def _recognise(self, spec: ModelSpec) -> WanFile:
+    def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> WanFile:
         if spec.dtype not in DTYPES:
             raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(DTYPES)}")
         file = read_wan_file(read_model_file(spec.path))
-        validate_model(self._groups.degrees, file.shape)
+        validate_model(degrees, file.shape)
         return file
 
     def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE | None:
@@ -223,7 +236,7 @@ class PlaneRunner:
         self._release_memory()
 
         def load() -> WanVAE | None:
-            if self._groups.rank != 0:
+            if self._rank != 0:
                 return None
             vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
             self._bytes_read += bytes_read

@@ -61,6 +61,7 @@ class VAESpec:
 class SampleRequest:
     """Denoise one batch of latents.
 
+    mesh: how to cut this job; it needs the same weights on each rank as the mesh that the group was started with.
     sigmas: N+1 values, the last 0 or above. timesteps: N values in [0, 1000], what the model is told at each step.
     noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
     mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
@@ -71,6 +72,7 @@ class SampleRequest:
 
     id: str
     model: ModelSpec
+    mesh: str
     solver: str
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]

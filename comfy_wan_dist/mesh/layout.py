@@ -1,13 +1,19 @@
-"""Which rank sits where in the mesh, and which ranks form a group.
+"""Which rank sits where in a mesh, and which ranks form a group.
 
 rank = ((((dp*CFG + cfg)*PP + pp)*RING + ring)*ULYSSES + ulysses)*TP + tp
+
+A loaded plane can serve a job on another mesh as long as no rank needs other weights: pp, tp and sp stay, while dp,
+cfg, ring and ulysses only replicate them. `job_ranks` says which rank then plays which part.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import replace
 
+from ..ipc.errors import MeshError
 from .degrees import AXES, MeshDegrees
+
+REPLICATING_AXES = ("dp", "cfg", "ring", "ulysses")
 
 
 def coordinates(degrees: MeshDegrees, rank: int) -> dict[str, int]:
@@ -18,6 +24,14 @@ def coordinates(degrees: MeshDegrees, rank: int) -> dict[str, int]:
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, degrees.degree(axis))
     return {axis: place[axis] for axis in AXES}
+
+
+def rank_at(degrees: MeshDegrees, place: dict[str, int]) -> int:
+    """Inverse of `coordinates`."""
+    rank = 0
+    for axis in AXES:
+        rank = rank * degrees.degree(axis) + place[axis]
+    return rank
 
 
 def groups(degrees: MeshDegrees, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -33,6 +47,33 @@ def groups(degrees: MeshDegrees, axes: tuple[str, ...]) -> list[tuple[int, ...]]
     return [tuple(ranks) for ranks in spanned.values()]
 
 
-def all_places(degrees: MeshDegrees) -> list[tuple[int, ...]]:
-    """Coordinates of all ranks in rank order."""
-    return list(product(*(range(degrees.degree(axis)) for axis in AXES)))
+def weight_layout(degrees: MeshDegrees) -> MeshDegrees:
+    """What `degrees` says about weights: all meshes with the same layout can run on one loaded plane.
+
+    The replicating axes are written as one ring, which any number of ranks can form.
+    """
+    replicas = degrees.dp * degrees.cfg * degrees.cp
+    return replace(degrees, dp=1, cfg=1, ring=replicas, ulysses=1)
+
+
+def job_ranks(layout: MeshDegrees, job: MeshDegrees) -> tuple[int, ...]:
+    """For each rank of the job's mesh, the rank of the plane that plays it.
+
+    Raises MeshError if the job's mesh needs other weights than `layout` has.
+    """
+    if weight_layout(job) != weight_layout(layout):
+        raise MeshError(
+            f"mesh {job} cannot run on a group loaded as {weight_layout(layout)}: "
+            "pp, tp, sp and the number of ranks must stay"
+        )
+    players = []
+    for rank in range(job.world_size):
+        place = coordinates(job, rank)
+        replica = 0
+        for axis in REPLICATING_AXES:
+            replica = replica * job.degree(axis) + place[axis]
+        held = dict.fromkeys(AXES, 0)
+        for axis in reversed(REPLICATING_AXES):
+            replica, held[axis] = divmod(replica, layout.degree(axis))
+        players.append(rank_at(layout, {**held, "pp": place["pp"], "tp": place["tp"]}))
+    return tuple(players)

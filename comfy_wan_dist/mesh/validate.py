@@ -60,8 +60,12 @@ def validate_model(degrees: MeshDegrees, shape: WanShape) -> None:
         )
 
 
-def validate_grid(degrees: MeshDegrees, grid: LatentGrid) -> None:
-    """Refuse a latent with fewer tokens than shards."""
+def validate_grid(degrees: MeshDegrees, grid: LatentGrid, *, batch: int) -> None:
+    """Refuse a latent with fewer samples or tokens than shards."""
+    if batch < degrees.dp:
+        raise MeshError(
+            f"mesh {degrees} gives each of {degrees.dp} planes a sample but the batch has {batch}; lower dp"
+        )
     shards = degrees.cp * (degrees.tp if degrees.sp else 1)
     if grid.tokens < shards:
         raise MeshError(

@@ -26,6 +26,7 @@ def outside_graphs(groups: MeshGroups) -> MeshGroups:
 
     return replace(
         groups,
+        pp=opaque(groups.pp),
         ring=opaque(groups.ring),
         ulysses=opaque(groups.ulysses),
         cp=opaque(groups.cp),

@@ -1,4 +1,4 @@
-"""The process groups of one mesh: for each axis, the group that this rank belongs to."""
+"""The process groups of a job's mesh: for each axis, the group that this rank belongs to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.layout import groups
+from comfy_wan_dist.mesh.layout import groups, job_ranks
 
 from .collectives import AxisGroup, Ledger
 
@@ -16,11 +16,12 @@ from .collectives import AxisGroup, Ledger
 class MeshGroups:
     """This rank's axes. Axes of degree 1 are there too, as identities.
 
-    cp is ring and ulysses together: all ranks that share the tokens of one branch.
+    rank is the one in the plane. cp is ring and ulysses together: all ranks that share the tokens of one branch.
     """
 
     degrees: MeshDegrees
     rank: int
+    dp: AxisGroup
     cfg: AxisGroup
     pp: AxisGroup
     ring: AxisGroup
@@ -30,34 +31,60 @@ class MeshGroups:
     ledger: Ledger
 
 
-def build_groups(degrees: MeshDegrees, rank: int, ledger: Ledger) -> MeshGroups:
-    """Create the groups of every axis in one order on all ranks of the plane.
+class PlaneGroups:
+    """Makes the groups of a plane's ranks, each set of ranks once, for whatever mesh a job takes.
 
-    Collectives: one `new_group` per group and axis of degree > 1; the default group must exist then.
+    All ranks of the plane must ask for the same meshes in the same order.
     """
 
-    def axis_group(name: str, *axes: str) -> AxisGroup:
-        own: tuple[int, ...] = (rank,)
-        group = None
-        for ranks in groups(degrees, axes):
-            candidate = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-            if rank in ranks:
-                own, group = ranks, candidate
-        return AxisGroup(axis=name, ranks=own, rank=own.index(rank), group=group, ledger=ledger)
+    def __init__(self, *, layout: MeshDegrees, rank: int) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.ledger = Ledger()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
-    if ring.size > 1 and ulysses.size > 1:
-        cp = axis_group("cp", "ring", "ulysses")
-    else:
-        cp = ring if ring.size > 1 else ulysses
-    return MeshGroups(
-        degrees=degrees,
-        rank=rank,
-        cfg=axis_group("cfg", "cfg"),
-        pp=axis_group("pp", "pp"),
-        ring=ring,
-        ulysses=ulysses,
-        cp=cp,
-        tp=axis_group("tp", "tp"),
-        ledger=ledger,
-    )
+    def for_mesh(self, degrees: MeshDegrees) -> MeshGroups:
+        """Groups of a mesh with this plane's weights. Raises MeshError for another one.
+
+        Collectives: one `new_group` for each set of ranks that no earlier mesh had.
+        """
+        players = job_ranks(self.layout, degrees)
+
+        def axis_group(name: str, *axes: str) -> AxisGroup:
+            own: tuple[int, ...] = (self.rank,)
+            for job_group in groups(degrees, axes):
+                ranks = tuple(players[rank] for rank in job_group)
+                self._make(ranks)
+                if self.rank in ranks:
+                    own = ranks
+            return AxisGroup(
+                axis=name,
+                ranks=own,
+                rank=own.index(self.rank),
+                group=self._groups[own],
+                ledger=self.ledger,
+            )
+
+        ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
+        if ring.size > 1 and ulysses.size > 1:
+            cp = axis_group("cp", "ring", "ulysses")
+        else:
+            cp = ring if ring.size > 1 else ulysses
+        return MeshGroups(
+            degrees=degrees,
+            rank=self.rank,
+            dp=axis_group("dp", "dp"),
+            cfg=axis_group("cfg", "cfg"),
+            pp=axis_group("pp", "pp"),
+            ring=ring,
+            ulysses=ulysses,
+            cp=cp,
+            tp=axis_group("tp", "tp"),
+            ledger=self.ledger,
+        )
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        if ranks in self._groups:
+            return
+        assert list(ranks) == sorted(ranks), "new_group numbers its ranks in ascending order"
+        self._groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None

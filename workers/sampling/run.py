@@ -11,7 +11,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
 from comfy_wan_dist.mesh.shape import LatentGrid
-from comfy_wan_dist.mesh.shards import TokenShards, token_shards
+from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid
 from workers.model.rope import rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
@@ -27,6 +27,7 @@ class SampleRun:
     """A sampling job cut for this rank. x, kept and the solver's noise are token shards in float32."""
 
     grid: LatentGrid
+    samples: ShardRange
     shards: TokenShards
     x: Tensor
     kept: KeptTokens | None
@@ -52,15 +53,20 @@ def prepare_sample(
     validate_latent(noisy, channels=model.shape.in_dim)
     validate_steps(request)
     batch, grid = noisy.shape[0], grid_of(noisy)
-    validate_grid(groups.degrees, grid)
+    validate_grid(groups.degrees, grid, batch=batch)
+    samples = shard_range(batch, parts=groups.dp.size, rank=groups.dp.rank)
     shards = token_shards(
         grid.tokens,
         cp=(groups.cp.size, groups.cp.rank),
         sp=(groups.tp.size, groups.tp.rank) if groups.degrees.sp else (1, 0),
     )
 
+    def own_samples(x: Tensor) -> Tensor:
+        return x if x.shape[0] == 1 < batch else x[samples.start : samples.stop]
+
     def shard_tokens(latent: Tensor) -> Tensor:
-        return patchify(latent.expand_as(noisy))[:, shards.start : shards.stop].to(device, copy=True)
+        tokens = patchify(own_samples(latent.expand_as(noisy)))
+        return tokens[:, shards.start : shards.stop].to(device, copy=True)
 
     def step_noise(index: int) -> Tensor:
         assert request.step_noise is not None
@@ -77,8 +83,10 @@ def prepare_sample(
         if groups.cfg.size == 2:
             contexts = [contexts[groups.cfg.rank]]
 
-    frame_mask = tensor(request.frame_mask) if request.frame_mask is not None else None
-    row_factors, rows = frame_rows(frame_mask, batch=batch, frames=grid.frames)
+    frame_mask = None
+    if request.frame_mask is not None:
+        frame_mask = own_samples(tensor(request.frame_mask))
+    row_factors, rows = frame_rows(frame_mask, batch=samples.size, frames=grid.frames)
     kept = None
     if request.mask is not None and request.clean is not None:
         kept = KeptTokens(
@@ -86,6 +94,7 @@ def prepare_sample(
         )
     return SampleRun(
         grid=grid,
+        samples=samples,
         shards=shards,
         x=shard_tokens(noisy),
         kept=kept,
@@ -97,7 +106,7 @@ def prepare_sample(
         row_factors=row_factors.to(device),
         runs=token_runs(rows, grid, shards.start, shards.stop),
         rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
-        contexts=tuple(context.to(device, copy=True) for _, context in contexts),
+        contexts=tuple(own_samples(context).to(device, copy=True) for _, context in contexts),
         guidance=guidance,
         final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
     )
@@ -130,7 +139,8 @@ def run_sample(
         kept=run.kept,
         before_step=before_step,
     )
-    return unpatchify(gather_tokens(x, run.shards, groups), run.grid) * run.final_scale
+    tokens = groups.dp.gather_rows(gather_tokens(x, run.shards, groups), run.samples.sizes)
+    return unpatchify(tokens, run.grid) * run.final_scale
 
 
 def gather_tokens(x_BLP: Tensor, shards: TokenShards, groups: MeshGroups) -> Tensor:
