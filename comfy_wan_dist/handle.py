@@ -35,27 +35,32 @@ class ModelHandle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedModel:
-    """A handle checked against the file and the machine: everything a job needs to know."""
+    """A handle checked against the file and the machine.
+
+    degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
+    """
 
     spec: ModelSpec
     shape: WanShape
     degrees: MeshDegrees
     devices: DeviceList
+    is_auto: bool
 
 
-def resolve_model(handle: ModelHandle, *, visible_cuda: int, guided: bool) -> ResolvedModel:
+def resolve_model(handle: ModelHandle, *, visible_cuda: int) -> ResolvedModel:
     """Read the file's header, choose the mesh if it is `auto`, and check that all of it goes together.
 
-    guided: whether there is a negative prompt to compute (cfg above 1). Raises ModelFileError, MeshError, ConfigError.
+    Raises ModelFileError, MeshError, ConfigError.
     """
     devices = parse_devices(handle.devices, visible_cuda=visible_cuda)
     degrees = parse_mesh(handle.mesh)
+    is_auto = degrees is None
     if degrees is not None:
         validate_axes(degrees)
         validate_devices(degrees, devices)
     file = read_wan_file(read_model_file(handle.path))
     if degrees is None:
-        degrees = choose_mesh(file.shape, device_count=devices.count, guided=guided)
+        degrees = choose_mesh(file.shape, device_count=devices.count, guided=True)
     validate_model(degrees, file.shape)
     dtype = resolve_dtype(
         handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype
@@ -71,6 +76,7 @@ def resolve_model(handle: ModelHandle, *, visible_cuda: int, guided: bool) -> Re
         shape=file.shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size),
+        is_auto=is_auto,
     )
 
 

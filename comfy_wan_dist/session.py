@@ -49,7 +49,7 @@ def plane_of(handle: ModelHandle) -> Plane:
             used = group.spec.used_devices
             if used.kind == devices.kind and set(used.indices) <= set(devices.indices):
                 return Plane(degrees=group.spec.degrees, devices=used)
-    resolved = resolve_model(handle, visible_cuda=visible, guided=True)
+    resolved = resolve_model(handle, visible_cuda=visible)
     return Plane(degrees=resolved.degrees, devices=resolved.devices)
 
 

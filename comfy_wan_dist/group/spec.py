@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..mesh.degrees import MeshDegrees
 from ..mesh.devices import DeviceList
+from ..mesh.layout import weight_layout
 
 # The folder that holds comfy_wan_dist and workers, whatever it is called.
 PACK_ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ class LaunchSpec:
 
     @property
     def key(self) -> tuple[MeshDegrees, DeviceList, str]:
-        return self.degrees, self.used_devices, self.runner
+        return weight_layout(self.degrees), self.used_devices, self.runner
 
     def shares_devices_with(self, other: LaunchSpec) -> bool:
         """Whether the two cannot run side by side: a common device, or both on the one CPU."""

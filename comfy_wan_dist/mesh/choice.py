@@ -1,12 +1,17 @@
-"""What `auto` chooses: the mesh for the lowest latency of one video.
+"""What `auto` chooses, for a plane and for each of its jobs.
 
-CFG first when there is guidance, then Ulysses up to the head limit, then TP for what is left.
+Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, then TP, and a ring for
+ranks that the heads leave over. A batch is cut into sub-planes first: its samples need nothing from each other.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 from .degrees import MeshDegrees
-from .shape import WanShape
+from .layout import weight_layout
+from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
 
 
@@ -20,3 +25,25 @@ def choose_mesh(shape: WanShape, *, device_count: int, guided: bool) -> MeshDegr
         if cfg * tp * ulysses <= device_count
     ]
     return max(candidates, key=lambda mesh: (mesh.world_size, mesh.cfg, mesh.ulysses))
+
+
+def choose_job_mesh(
+    plane: MeshDegrees, shape: WanShape, grid: LatentGrid, *, batch: int, guided: bool, is_auto: bool
+) -> MeshDegrees:
+    """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
+
+    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes.
+    """
+    if not is_auto and (guided or plane.cfg == 1):
+        return plane
+    replicas = weight_layout(plane).ring
+    heads = allowed_ulysses(shape, plane.tp)
+    candidates = []
+    for dp, cfg, ulysses in product(range(1, batch + 1), (1, 2) if guided else (1,), heads):
+        ring, rest = divmod(replicas, dp * cfg * ulysses)
+        if rest or batch % dp or (not is_auto and dp > 1):
+            continue
+        mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
+        if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
+            candidates.append(mesh)
+    return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)

@@ -77,5 +77,5 @@ class LoadModel(io.ComfyNode):
             devices=devices,
             compile=compile,
         )
-        resolve_model(handle, visible_cuda=comfy_adapter.visible_cuda(), guided=True)
+        resolve_model(handle, visible_cuda=comfy_adapter.visible_cuda())
         return io.NodeOutput(handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from math import isclose
 
 from comfy_api.latest import io
@@ -10,9 +9,9 @@ from comfy_api.latest import io
 from .. import comfy_adapter, session
 from ..handle import ModelHandle, resolve_model
 from ..ipc.messages import SampleRequest
+from ..mesh.choice import choose_job_mesh
+from ..mesh.shape import LatentGrid
 from .load_model import CATEGORY, WanDistModel
-
-logger = logging.getLogger("comfy_wan_dist")
 
 
 class Sampler(io.ComfyNode):
@@ -106,17 +105,12 @@ class Sampler(io.ComfyNode):
         denoise: float,
     ) -> io.NodeOutput:
         is_guided = not isclose(cfg, 1.0)
-        resolved = resolve_model(model, visible_cuda=comfy_adapter.visible_cuda(), guided=is_guided)
+        resolved = resolve_model(model, visible_cuda=comfy_adapter.visible_cuda())
         text_dim = resolved.shape.text_dim
         cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
         uncond = None
         if is_guided:
             uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
-        elif resolved.degrees.cfg > 1:
-            logger.warning(
-                "[wan-dist] mesh %s at cfg 1: half of its ranks repeat the other half's work; use a mesh without cfg",
-                resolved.degrees,
-            )
         schedule = comfy_adapter.build_schedule(
             sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
         )
@@ -125,10 +119,20 @@ class Sampler(io.ComfyNode):
         tensors = comfy_adapter.prepare_sampling(
             latent_image, seed=seed, sampler=sampler_name, schedule=schedule
         )
+        batch, _, frames, height, width = tensors.noisy.shape
+        mesh = choose_job_mesh(
+            resolved.degrees,
+            resolved.shape,
+            LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
+            batch=batch,
+            guided=is_guided,
+            is_auto=resolved.is_auto,
+        )
         async with session.open_session(resolved.degrees, resolved.devices) as job:
             request = SampleRequest(
                 id=job.id,
                 model=resolved.spec,
+                mesh=str(mesh),
                 solver=sampler_name,
                 sigmas=schedule.sigmas,
                 timesteps=schedule.timesteps,
