@@ -273,10 +273,12 @@ def test_border_and_attention_can_be_replaced(tiny_vae: WanVAE) -> None:
         return F.pad(x_bthwc, (0, 0, 0, 1, 0, 1))
 
     def attention_with_twice_the_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        positions.append(q.shape[1])
         k, v = torch.cat([k, k], dim=1), torch.cat([v, v], dim=1)
         return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v
 
     replaced = build_vae(TINY)
+    positions: list[int] = []
     spatial = 0
     for module in replaced.modules():
         if isinstance(module, FrameAttention):
@@ -291,6 +293,8 @@ def test_border_and_attention_can_be_replaced(tiny_vae: WanVAE) -> None:
     z, pixels = random_latent((1, 2, 3, 4), TINY.z_dim), random_pixels((1, 5, 32, 48))
     assert relative_error(replaced.decode(z), tiny_vae.decode(z)) < 2e-5
     assert relative_error(replaced.encode(pixels), tiny_vae.encode(pixels)) < 2e-5
+    # Two latent frames of 3x4, then chunks of 1 and 4 pixel frames that are one latent frame of 2x3.
+    assert positions == [12, 12, 6, 6]
 
 
 def test_unpatchify_undoes_patchify_with_columns_before_rows() -> None:
@@ -374,7 +378,7 @@ def test_config_refuses_sizes_without_a_shortcut() -> None:
     with pytest.raises(ValueError, match="no shortcut .* encoder"):
         VAEConfig(dim_mult=(1, 2, 4, 8))
     with pytest.raises(ValueError, match="no shortcut .* decoder"):
-        VAEConfig(dim_mult=(1, 3, 2, 2))
+        VAEConfig(dim_mult=(1, 2, 1, 1))
     with pytest.raises(ValueError, match="temporal_levels has 2 entries"):
         VAEConfig(temporal_levels=(True, True))
 
