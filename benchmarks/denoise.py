@@ -49,7 +49,9 @@ START_TIMEOUT_S = 600.0
 
 def measure(*, budget_s: float, report: Callable[[Row], None]) -> None:
     """All rows of the section; `budget_s` is the measured time of each pair of a size and a dtype."""
-    workloads = [Workload(shape=SHAPE, grid=grid, dtype=dtype) for grid in GRIDS for dtype in DTYPES]
+    workloads = [
+        Workload(shape=SHAPE, grid=grid, dtype=dtype) for grid in GRIDS for dtype in DTYPES
+    ]
     for workload in workloads:
         for world_size, function in ((1, one_rank), (2, two_ranks)):
             # Processes of their own for each: what one leaves in its heap does not slow the next.
@@ -65,7 +67,7 @@ def one_rank(rank: int, workload: Workload, budget_s: float) -> tuple[Row, ...]:
     """Rows of one forward of ours against others'."""
     weights, inputs = transformer_weights(workload.shape, seed=1), make_inputs(workload)
     ours = _our_forward(workload, weights, inputs, rank, MeshDegrees())
-    others = {
+    others: dict[str, Callable[[], Tensor]] = {
         "diffusers": DiffusersForward(workload, weights, inputs),
         "ComfyUI": ComfyForward(workload, weights, inputs),
     }
@@ -244,5 +246,3 @@ def _slowest_rank(
         return float(seconds)
 
     return timed
-
-

@@ -5,6 +5,7 @@ Everything it returns is plain: paths, numbers and CPU float32 tensors.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +66,9 @@ def conditioning_path(name: str) -> Path:
     """Path of a name that `list_conditioning` gave; a bare name means the input folder. Raises ConfigError."""
     label = next((label for label in FILE_FOLDER_LABELS if name.endswith(f" [{label}]")), None)
     bare = name.removesuffix(f" [{label}]") if label else name
-    base = Path(folder_paths.get_directory_by_type(label or "input")).resolve()
-    path = (base / bare).resolve()
+    # Compared as text: a link that lies in the folder is the user's own choice.
+    base = os.path.abspath(folder_paths.get_directory_by_type(label or "input"))
+    path = Path(os.path.normpath(os.path.join(base, bare)))
     if not path.is_relative_to(base) or not path.is_file():
         raise ConfigError(
             f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list"
@@ -196,17 +198,22 @@ class SamplingTensors:
 
 
 def latent_samples(latent: Latent) -> Tensor:
-    """The samples of a LATENT. Raises ConfigError for what is no plain 5-dim Wan2.2 latent."""
+    """The samples of a LATENT. Raises ConfigError for what is no plain, finite 5-dim Wan2.2 latent."""
     samples = latent.get("samples")
     if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
         raise ConfigError(
             "the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
         )
     channels = comfy.latent_formats.Wan22.latent_channels
-    if samples.dim() != 5 or samples.shape[1] != channels:
+    if samples.dim() != 5 or samples.shape[1] != channels or samples.numel() == 0:
         raise ConfigError(
             f"the latent has shape {list(samples.shape)}; Wan2.2 TI2V needs [batch, {channels}, frames, height/16, "
             "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        )
+    if not bool(torch.isfinite(samples).all()):
+        raise ConfigError(
+            "the latent holds NaN or infinite values; whatever made it went wrong: sample it again with the dtype "
+            "bfloat16 or float32"
         )
     return samples.to("cpu", torch.float32)
 

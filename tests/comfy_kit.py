@@ -20,7 +20,7 @@ from comfy_wan_dist.ipc.paths import RANK_STORE_NAME
 from devtools.comfy_server import ComfyServer, Event, PromptResult
 
 WAIT_S = 100.0
-POLL_S = 0.01
+POLL_S = 0.03
 
 
 # ---- prompts

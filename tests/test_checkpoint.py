@@ -201,8 +201,16 @@ def test_bytes_read_leave_out_other_ranks_rows(
 
 
 def test_file_is_read_once_and_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(transformer_weights(SHAPE, seed=5), tmp_path / "m.safetensors")
-    file = recognise(tmp_path / "m.safetensors")
+    path = tmp_path / "m.safetensors"
+    header, data = {}, b""
+    for name, value in reversed(transformer_weights(SHAPE, seed=5).items()):
+        content = value.numpy().tobytes()
+        offsets = [len(data), len(data) + len(content)]
+        header[name] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": offsets}
+        data += content
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    file = recognise(path)
     positions: list[int] = []
     real = os.preadv
 

@@ -155,8 +155,9 @@ def test_batch_of_two_yields_two_different_videos(server: ComfyServer, seed: int
     result = succeed(server, graph)
     assert len(result.outputs["preview"]["images"]) == 10
     first, second = latent_of(server, result)
-    torch.testing.assert_close(first[:, 0], second[:, 0])  # the start image
-    assert not torch.equal(first[:, 1], second[:, 1])
+    # The start image, but for a thousandth of noise that uni_pc leaves.
+    torch.testing.assert_close(first[:, 0], second[:, 0], rtol=0, atol=0.02)
+    assert not torch.allclose(first[:, 1], second[:, 1], atol=0.5)
 
 
 def test_denoise_below_one_keeps_steps_and_depends_on_the_given_latent(
@@ -410,11 +411,11 @@ def test_killed_rank_is_reported_with_the_log_and_the_next_prompt_gets_a_fresh_g
     assert error.data["exception_type"].endswith("WorkerDied")
     assert error.data["node_id"] == "sampler"
     message = error.data["exception_message"]
-    assert "of the worker group ended unexpectedly" in message
+    # Not the ranks that noticed it.
+    assert message.startswith("rank 1 of the worker group ended unexpectedly")
     assert "The end of " in message
     assert "cfg2-ulysses2.log:" in message
-    assert "[launcher]" in message  # its log, which names the rank and the signal
-    assert "-9" in message
+    assert "[launcher] ERROR rank" in message
     assert group.leftovers() == []
 
     succeed(server, sampled_latent(seed=seed, steps=1))

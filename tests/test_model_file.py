@@ -322,12 +322,28 @@ def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "", ".", "..", 3, None, "x.pth"],
+    [
+        "../x-00001-of-00003.safetensors",
+        "/tmp/x-00001-of-00003.safetensors",
+        "a/x-00001-of-00003.safetensors",
+        "./x-00001-of-00003.safetensors",
+        "../x.safetensors",
+        "x.pth",
+        "",
+        ".",
+        "..",
+        3,
+        None,
+    ],
 )
-def test_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: object) -> None:
+def test_index_that_names_no_model_file_of_its_folder_is_refused(
+    tmp_path: Path, name: object
+) -> None:
     first, *_ = write_shards(tmp_path)
-    save_file({"x": torch.zeros(1)}, tmp_path.parent / "x.safetensors")
-    write_index(tmp_path, {"head.modulation": name})
+    for folder in (tmp_path, tmp_path.parent, tmp_path / "a"):
+        folder.mkdir(exist_ok=True)
+        save_file({"x": torch.zeros(1)}, folder / "x-00001-of-00003.safetensors")
+    write_index(tmp_path, {"head.modulation": name, "head.head.weight": first.name})
     message = refusal(lambda: read_model_file(str(first)))
     assert "diffusion_pytorch_model.safetensors.index.json" in message
 

@@ -44,6 +44,7 @@ SEND_TIMEOUT_S = 30.0
 CANCEL_TIMEOUT_S = 60.0
 SHUTDOWN_GRACE_S = 5.0
 DEATH_SETTLE_S = 3.0
+PEER_SETTLE_S = 0.2
 
 ProgressCallback = Callable[[Progress], None]
 InterruptCheck = Callable[[], None]
@@ -335,6 +336,9 @@ class WorkerGroup:
     def _take(self, rank: int, message: Message) -> None:
         job = self._current
         if isinstance(message, Failed) and message.fatal:
+            silent = self._silent_rank(besides=rank)
+            if silent is not None:
+                raise WorkerDied(f"rank {silent} of the worker group ended unexpectedly")
             self._death_is_explained = True
             raise WorkerDied(_last_words(rank, message))
         if job is None or getattr(message, "id", None) != job.request.id:
@@ -351,6 +355,23 @@ class WorkerGroup:
             raise WorkerDied(
                 f"rank {rank} of the worker group sent an unexpected {type(message).__name__}"
             )
+
+    def _silent_rank(self, *, besides: int) -> int | None:
+        """A rank that is gone without a word, if there is one: the others only report that they lost it."""
+        deadline = time.monotonic() + PEER_SETTLE_S
+        for rank, connection in sorted(self._processes.ranks.items()):
+            if rank == besides or not connection.process.wait(deadline - time.monotonic()):
+                continue
+            is_silent = True
+            with contextlib.suppress(TimeoutError, ChannelClosed, ProtocolError):
+                while is_silent:
+                    received = connection.channel.receive(0)
+                    for descriptor in received.fds:
+                        os.close(descriptor)
+                    is_silent = not isinstance(received.message, Failed)
+            if is_silent:
+                return rank
+        return None
 
     def _with_last_words(self, error: WanDistError) -> WanDistError:
         """`error` with what ranks say in messages that nobody has read yet: often the reason."""

@@ -15,7 +15,9 @@ from .wan import TokenRun
 
 def grid_of(latent: Tensor) -> LatentGrid:
     """Token grid of a latent [B, C, T, h, w] with even h and w."""
-    return LatentGrid(frames=latent.shape[2], rows=latent.shape[3] // 2, columns=latent.shape[4] // 2)
+    return LatentGrid(
+        frames=latent.shape[2], rows=latent.shape[3] // 2, columns=latent.shape[4] // 2
+    )
 
 
 def patchify(latent_BCTHW: Tensor) -> Tensor:
@@ -36,7 +38,9 @@ def unpatchify(tokens_BLP: Tensor, grid: LatentGrid) -> Tensor:
     )
 
 
-def token_runs(frame_rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int) -> tuple[TokenRun, ...]:
+def token_runs(
+    frame_rows: tuple[int, ...], grid: LatentGrid, start: int, stop: int
+) -> tuple[TokenRun, ...]:
     """Runs of the shard start..stop-1, given the timestep row of every frame.
 
     Neighbouring frames of one row join into one run; a shard may start and end inside a frame.

@@ -84,7 +84,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x.float(), x.shape[-1:], weight, bias, EPS).to(x.dtype)
 
 
-def modulate(x_BLD: Tensor, shift_BRD: Tensor, scale_BRD: Tensor, runs: tuple[TokenRun, ...]) -> Tensor:
+def modulate(
+    x_BLD: Tensor, shift_BRD: Tensor, scale_BRD: Tensor, runs: tuple[TokenRun, ...]
+) -> Tensor:
     """layer_norm(x) * (1 + scale) + shift, each token with its row's values; dtype of x.
 
     One layer norm per sample and run, with the row as its affine. Modulation is never spread over tokens:
@@ -93,13 +95,16 @@ def modulate(x_BLD: Tensor, shift_BRD: Tensor, scale_BRD: Tensor, runs: tuple[To
     samples = []
     for x_LD, shift_RD, scale_RD in zip(x_BLD, shift_BRD, scale_BRD, strict=True):
         parts = [
-            layer_norm(x_LD[run.start : run.stop], 1 + scale_RD[run.row], shift_RD[run.row]) for run in runs
+            layer_norm(x_LD[run.start : run.stop], 1 + scale_RD[run.row], shift_RD[run.row])
+            for run in runs
         ]
         samples.append(join(parts, dim=0).unsqueeze(0))
     return join(samples, dim=0)
 
 
-def add_gated(x_BLD: Tensor, update_BLD: Tensor, gate_BRD: Tensor, runs: tuple[TokenRun, ...]) -> Tensor:
+def add_gated(
+    x_BLD: Tensor, update_BLD: Tensor, gate_BRD: Tensor, runs: tuple[TokenRun, ...]
+) -> Tensor:
     """x + gate * update in float32, each token with its row's gate; dtype of x."""
     parts = []
     for run in runs:
@@ -180,7 +185,9 @@ class Block(nn.Module):
         self.self_attn = SelfAttention(dim)
         self.norm3 = Norm(dim, bias=True)
         self.cross_attn = CrossAttention(dim)
-        self.ffn = nn.Sequential(nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim))
+        self.ffn = nn.Sequential(
+            nn.Linear(dim, ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(ffn_dim, dim)
+        )
         self.modulation = nn.Parameter(torch.zeros(1, 6, dim))
 
     def forward(
@@ -225,9 +232,13 @@ class WanModel(nn.Module):
         self.text_embedding = nn.Sequential(
             nn.Linear(shape.text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
         )
-        self.time_embedding = nn.Sequential(nn.Linear(shape.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_embedding = nn.Sequential(
+            nn.Linear(shape.freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-        self.blocks = nn.ModuleDict({str(i): Block(dim, shape.ffn_dim) for i in range(shape.num_layers)})
+        self.blocks = nn.ModuleDict(
+            {str(i): Block(dim, shape.ffn_dim) for i in range(shape.num_layers)}
+        )
         self.head = Head(dim, shape.token_dim)
 
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
