@@ -24,8 +24,7 @@ from devtools.checkpoints import transformer_weights
 from devtools.mesh_runs import relative_error
 from devtools.rank_pool import RankPool
 from workers.model.tokens import unpatchify
-from workers.parallel.collectives import Ledger
-from workers.parallel.groups import build_groups
+from workers.parallel.groups import PlaneGroups
 
 from .models import ComfyForward, DiffusersForward, Inputs, OurForward, Workload, make_inputs
 from .timing import Comparison, Row, Sense, build_row, interleave
@@ -201,10 +200,8 @@ def _our_forward(
     degrees: MeshDegrees,
 ) -> OurForward:
     own_rank = rank if degrees.plane_size > 1 else 0
-    groups = build_groups(degrees, own_rank, Ledger())
-    return OurForward(
-        workload, weights, inputs, cfg=groups.cfg, ulysses=groups.ulysses, tp=groups.tp
-    )
+    groups = PlaneGroups(layout=degrees, rank=own_rank).for_mesh(degrees)
+    return OurForward(workload, weights, inputs, groups)
 
 
 def _enable_ulysses(forward: DiffusersForward) -> None:

@@ -46,7 +46,7 @@ from workers.checkpoint.load import build_model, load_weights
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
-from workers.parallel.collectives import AxisGroup, Ledger
+from workers.parallel.collectives import lone_rank
 from workers.parallel.compile import compile_blocks
 from workers.vae.wan22 import VAEConfig, WanVAE
 
@@ -161,7 +161,9 @@ def measure_parity(bench: Bench) -> Result:
     vae_values = vae_weights(TINY_VAE, seed=1)
 
     def velocity(device: torch.device, dtype: torch.dtype) -> Tensor:
-        model = build_model(TINY_TRANSFORMER, tp=_single("tp"), dtype=dtype, device=device)
+        model = build_model(
+            TINY_TRANSFORMER, pp=lone_rank("pp"), tp=lone_rank("tp"), dtype=dtype, device=device
+        )
         model.load_state_dict(weights)
         return _build_forward(model, PARITY_GRID, device)()
 
@@ -306,13 +308,13 @@ def _forward_result(bench: Bench, seconds: float) -> Result:
     }
 
 
-def _single(axis: str) -> AxisGroup:
-    return AxisGroup(axis=axis, size=1, rank=0, group=None, ledger=Ledger())
-
-
 def _random_transformer(bench: Bench) -> WanModel:
     model = build_model(
-        bench.sizes.transformer, tp=_single("tp"), dtype=torch.bfloat16, device=bench.device
+        bench.sizes.transformer,
+        pp=lone_rank("pp"),
+        tp=lone_rank("tp"),
+        dtype=torch.bfloat16,
+        device=bench.device,
     )
     _fill_randomly(model)
     return model
@@ -369,8 +371,10 @@ def _load_seconds(bench: Bench, path: Path) -> float:
     """From the file's path to weights on the device."""
     start = time.perf_counter()
     file = read_wan_file(read_model_file(str(path)))
-    tp = _single("tp")
-    model = build_model(file.shape, tp=tp, dtype=torch.bfloat16, device=bench.device)
+    tp = lone_rank("tp")
+    model = build_model(
+        file.shape, pp=lone_rank("pp"), tp=tp, dtype=torch.bfloat16, device=bench.device
+    )
     load_weights(model, file, tp=tp, report=lambda done, total: None)
     bench.synchronize()
     return time.perf_counter() - start

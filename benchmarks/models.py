@@ -23,8 +23,8 @@ from workers.checkpoint.load import build_model
 from workers.model.rope import rope_table
 from workers.model.tokens import patchify, token_runs
 from workers.model.wan import TextKeysValues
-from workers.parallel.collectives import AxisGroup
 from workers.parallel.context import apply_context_parallel
+from workers.parallel.groups import MeshGroups
 from workers.parallel.plan import parameter_slice
 from workers.sampling.denoise import Conditioning, Guidance, guided_velocity
 
@@ -79,12 +79,13 @@ class OurForward:
         workload: Workload,
         weights: Mapping[str, Tensor],
         inputs: Inputs,
-        *,
-        cfg: AxisGroup,
-        ulysses: AxisGroup,
-        tp: AxisGroup,
+        groups: MeshGroups,
     ) -> None:
-        self._model = build_model(workload.shape, tp=tp, dtype=workload.dtype, device=CPU)
+        tp, ulysses, cfg = groups.tp, groups.ulysses, groups.cfg
+        self._stages = groups.pp
+        self._model = build_model(
+            workload.shape, pp=groups.pp, tp=tp, dtype=workload.dtype, device=CPU
+        )
         for name, parameter in self._model.named_parameters():
             full = weights[name]
             part = parameter_slice(name, tuple(full.shape), tp_rank=tp.rank, tp_size=tp.size)
@@ -93,7 +94,7 @@ class OurForward:
             parameter.copy_(full)
         grid = workload.grid
         shard = shard_range(grid.tokens, parts=ulysses.size, rank=ulysses.rank)
-        apply_context_parallel(self._model, ulysses, shard)
+        apply_context_parallel(self._model, groups, shard)
         self._context = inputs.context
         self._tokens = patchify(inputs.latent)[:, shard.start : shard.stop].contiguous()
         self._rope = rope_table(grid, shard.start, shard.stop, device=CPU)
@@ -113,7 +114,9 @@ class OurForward:
         conditioning = Conditioning(
             rope=self._rope, runs=self._runs, row_factors=torch.ones(1, 1), branches=(text,)
         )
-        return guided_velocity(self._model, self._tokens, TIMESTEP, conditioning, self._guidance)
+        return guided_velocity(
+            self._model, self._tokens, TIMESTEP, conditioning, self._guidance, self._stages
+        )
 
 
 class DiffusersForward:

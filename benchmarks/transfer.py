@@ -154,6 +154,7 @@ def our_trip(payload: Payload) -> Iterator[RoundTrip]:
             request = SampleRequest(
                 id="job",
                 model=model,
+                mesh="single",
                 solver="euler",
                 sigmas=(1.0, 0.0),
                 timesteps=(1000.0,),

@@ -13,7 +13,7 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import expected_parameters
 from workers.vae.wan22 import VAEConfig, expected_shapes
 
-TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=2, in_dim=48, out_dim=48)
+TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=3, in_dim=48, out_dim=48)
 TINY_VAE = VAEConfig(z_dim=48, encoder_dim=16, decoder_dim=16)
 
 

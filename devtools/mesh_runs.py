@@ -21,10 +21,10 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.load import build_model, load_weights
+from workers.loaded import finish_model
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
-from workers.parallel.compile import compile_blocks, outside_graphs
-from workers.parallel.context import apply_context_parallel
+from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import PlaneGroups
 from workers.pipeline import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
@@ -39,6 +39,15 @@ MESHES = (
     "tp4",
     "ulysses2-tp2",
     "cfg2-ulysses2-tp2",
+    "ring2",
+    "ring3",
+    "ring2-ulysses2",
+    "tp2-sp",
+    "tp4-sp",
+    "pp2",
+    "pp3",
+    "cfg2-pp2-tp2",
+    "ring2-ulysses2-tp2-sp",
 )
 SOLVERS = ("euler", "uni_pc")
 SIGMAS = (1.0, 0.9375, 0.8333, 0.625, 0.0)
@@ -253,10 +262,9 @@ def forward_rank(
     file = read_wan_file(read_model_file(spec.path))
     model = build_model(file.shape, pp=groups.pp, tp=groups.tp, dtype=torch.float32, device=CPU)
     load_weights(model, file, tp=groups.tp, report=lambda done, total: None)
+    loaded = finish_model(model, groups, compile_backend=compile_backend)
     residuals: list[Tensor] = []
-    if compile_backend is not None:
-        compile_blocks(model, backend=compile_backend)
-    else:
+    if compile_backend is None:
         for block in model.blocks.values():
             block.register_forward_hook(lambda _module, _inputs, output: residuals.append(output))
     schedule = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
@@ -265,7 +273,7 @@ def forward_rank(
         run = prepare_sample(
             request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
         )
-        apply_context_parallel(model, groups, run.shards.cp)
+        loaded.fit_to(run.shards, groups)
         conditioning = Conditioning(
             rope=run.rope,
             runs=run.runs,

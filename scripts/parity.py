@@ -51,7 +51,7 @@ from devtools.mesh_runs import (
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 from workers.checkpoint.vae import load_vae
-from workers.vae.run import decode_chunks_into, encode_frames
+from workers.vae.run import decode_chunks_into, encode_chunks_into
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "out" / "parity.json"
@@ -221,8 +221,11 @@ def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
     frames = torch.rand(9, 64, 96, 3, generator=generator)
     pixels = frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
     encoded = reference.encode(pixels).latent_dist.mode()
+    latent = torch.empty_like(encoded)
+    for _ in encode_chunks_into(vae, frames, latent, device=CPU):
+        pass
     yield compare(
-        encode_frames(vae, frames, device=CPU),
+        latent,
         encoded,
         mesh="single",
         case="VAE encode",

@@ -32,8 +32,9 @@ from devtools.mesh_runs import (
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, mean_square
-from workers.parallel.collectives import AxisGroup
+from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
+from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def row_bias_on_every_rank() -> AbstractContextManager[Any]:
     return mock.patch.object(
         RowParallelLinear,
         "forward",
-        lambda self, x: self.tp.all_reduce_sum(F.linear(x, self.weight, self.bias)),
+        lambda self, x: self.reduce(F.linear(x, self.weight, self.bias)),
     )
 
 
@@ -148,8 +149,51 @@ def wrong_head_order() -> AbstractContextManager[Any]:
 
 def no_final_gather() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        AxisGroup, "gather_uneven", lambda self, x, sizes: torch.cat([x] * self.size)
+        AxisGroup, "gather_rows", lambda self, x, sizes: torch.cat([x] * self.size)
     )
+
+
+def no_ring() -> AbstractContextManager[Any]:
+    """Every rank sees its own keys again and again."""
+    return mock.patch.object(
+        AxisGroup,
+        "pass_on",
+        lambda self, x, receive: Incoming(tensor=x[:receive].clone(), transfers=()),
+    )
+
+
+def ring_without_weights() -> AbstractContextManager[Any]:
+    """Partial results are averaged instead of weighted by their denominators."""
+
+    def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+        return (out + part.float()) / 2, torch.logaddexp(lse, part_lse)
+
+    return mock.patch("workers.parallel.ring.merge", averaged)
+
+
+def no_sequence_sum() -> AbstractContextManager[Any]:
+    """Each rank keeps its run of its own partial sums."""
+
+    def own_run(self: AxisGroup, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        return x.split(list(sizes))[self.rank]
+
+    return mock.patch.object(AxisGroup, "reduce_scatter_rows", own_run)
+
+
+def no_sequence_gather() -> AbstractContextManager[Any]:
+    """Each rank takes its own tokens for those of all."""
+    return mock.patch.object(
+        SequenceParallel, "gather", lambda self, x: torch.cat([x] * self.tp.size, dim=1)
+    )
+
+
+def no_broadcast() -> AbstractContextManager[Any]:
+    return mock.patch.object(AxisGroup, "broadcast", lambda self, x, sender: x.nan_to_num())
+
+
+def no_residual() -> AbstractContextManager[Any]:
+    """Later stages start from nothing."""
+    return mock.patch.object(AxisGroup, "receive", lambda self, out, sender: out.zero_())
 
 
 def no_fault() -> AbstractContextManager[Any]:
@@ -225,7 +269,7 @@ def stop_then_sample(
     How the first one ended, what it reported, and the result of the second.
     """
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
     job = (StoppingJob if rank == stopping_rank else LocalJob)(tensors, agreement)
     ended = error_of(lambda: runner.run(request, job))  # type: ignore[arg-type]
     agreement.take_failure()
@@ -236,7 +280,7 @@ def stop_then_sample(
 def sample_error(rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule) -> str:
     """How a job that must fail does: class and message on this rank."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
     return error_of(lambda: runner.run(request, LocalJob(tensors, agreement)))  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ from workers.checkpoint.memory import free_memory, validate_memory
 from workers.checkpoint.reader import TensorReader
 from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
-from workers.parallel.collectives import AxisGroup, Ledger
+from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.parallel.plan import Slice, parameter_slice
 
 SHAPE = WanShape(dim=256, ffn_dim=192, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -46,7 +46,7 @@ GIB = 2**30
 
 
 def tp_group(size: int, rank: int) -> AxisGroup:
-    return AxisGroup(axis="tp", size=size, rank=rank, group=None, ledger=Ledger())
+    return AxisGroup(axis="tp", ranks=tuple(range(size)), rank=rank, group=None, ledger=Ledger())
 
 
 def load(
@@ -54,7 +54,7 @@ def load(
 ) -> tuple[WanModel, int, list[tuple[int, int]]]:
     """A rank's model, the bytes read, and the progress reported."""
     tp = tp_group(size, rank)
-    model = build_model(file.shape, tp=tp, dtype=dtype, device=CPU)
+    model = build_model(file.shape, pp=lone_rank("pp"), tp=tp, dtype=dtype, device=CPU)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
@@ -314,7 +314,7 @@ def test_model_that_does_not_fit_is_refused_without_being_read(tmp_path: Path) -
     runner, agreement = build_local_runner(0, "single")
     case = Case(name="any", frames=1, height=2, width=2)
     schedule = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=1.0)
-    request, tensors = build_request(model_spec(path), case.inputs(huge), schedule)
+    request, tensors = build_request(model_spec(path), case.inputs(huge), schedule, mesh="single")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InsufficientMemoryError) as caught:
         runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
@@ -334,6 +334,7 @@ def memory_error(
         validate_memory(
             TI2V_5B,
             mesh,
+            ranks=mesh.world_size,
             shard_bytes=need,
             bytes_per_parameter=bytes_per_parameter,
             device=device,
@@ -383,7 +384,7 @@ def test_free_memory_of_the_cpu_is_plausible() -> None:
 
 def test_shard_bytes_count_float32_parameters_as_such() -> None:
     tp = tp_group(2, 0)
-    model = build_model(SHAPE, tp=tp, dtype=torch.bfloat16, device=CPU)
+    model = build_model(SHAPE, pp=lone_rank("pp"), tp=tp, dtype=torch.bfloat16, device=CPU)
     expected = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    assert shard_bytes(SHAPE, tp=tp, dtype=torch.bfloat16) == expected
+    assert shard_bytes(SHAPE, pp=lone_rank("pp"), tp=tp, dtype=torch.bfloat16) == expected
     assert expected > 2 * SHAPE.parameters_per_rank(2)

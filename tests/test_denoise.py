@@ -283,7 +283,7 @@ def test_job_with_unfit_inputs_is_refused(
 
 
 def test_timesteps_that_do_not_go_with_the_sigmas_are_refused(spec: ModelSpec) -> None:
-    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER)
+    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
     runner, agreement = build_local_runner(0, "single")
     wrong = replace(request, timesteps=request.timesteps[:-1])
     with pytest.raises(
@@ -360,7 +360,7 @@ def test_stop_told_to_one_rank_ends_the_job_on_all_and_the_next_is_right(
 
 
 def test_progress_counts_bytes_then_steps(spec: ModelSpec) -> None:
-    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER)
+    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
     runner, agreement = build_local_runner(0, "single")
     first, second = LocalJob(tensors, agreement), LocalJob(tensors, agreement)
     stats = runner.run(request, first)  # type: ignore[arg-type]
@@ -376,13 +376,13 @@ def test_one_runner_serves_jobs_of_different_sizes(spec: ModelSpec) -> None:
     runner, agreement = build_local_runner(0, "single")
     for case in (PLAIN, KEPT, Case(name="larger", frames=3, height=6, width=4), PLAIN):
         inputs = case.inputs(SHAPE)
-        request, tensors = build_request(spec, inputs, EULER)
+        request, tensors = build_request(spec, inputs, EULER, mesh="single")
         runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
         assert torch.equal(tensors[-1], sample(spec, inputs))
 
 
 def test_unload_gives_the_model_back(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER)
+    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
     runner, agreement = build_local_runner(0, "single")
     read = [runner.run(request, LocalJob(tensors, agreement)).bytes_read]  # type: ignore[arg-type]
     runner.unload()
@@ -404,7 +404,7 @@ def test_loop_asks_before_every_step(spec: ModelSpec, monkeypatch: pytest.Monkey
             return False
 
     monkeypatch.setattr(denoise_module, "guided_velocity", recorded)
-    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER)
+    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
     runner, agreement = build_local_runner(0, "single")
     runner.run(request, AskedJob(tensors, agreement))  # type: ignore[arg-type]
     assert order == ["ask", "forward"] * 4

@@ -31,7 +31,7 @@ from workers.model.wan import (
     scale_rms,
     sinusoid,
 )
-from workers.parallel.collectives import AxisGroup, Ledger
+from workers.parallel.collectives import lone_rank
 from workers.parallel.plan import PLAN, Cut, cut_of, parameter_slice
 
 CPU = torch.device("cpu")
@@ -44,14 +44,10 @@ SHAPES = {
 }
 
 
-def single(axis: str) -> AxisGroup:
-    return AxisGroup(axis=axis, size=1, rank=0, group=None, ledger=Ledger())
-
-
 def build(
     shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> WanModel:
-    model = build_model(shape, tp=single("tp"), dtype=dtype, device=CPU)
+    model = build_model(shape, pp=lone_rank("pp"), tp=lone_rank("tp"), dtype=dtype, device=CPU)
     model.load_state_dict(weights)
     return model
 
@@ -144,7 +140,11 @@ def test_one_prompt_serves_a_batch(pair: tuple[WanModel, Any]) -> None:
 
 def test_parameters_have_the_official_names_and_shapes() -> None:
     model = build_model(
-        TINY_TRANSFORMER, tp=single("tp"), dtype=torch.float32, device=torch.device("meta")
+        TINY_TRANSFORMER,
+        pp=lone_rank("pp"),
+        tp=lone_rank("tp"),
+        dtype=torch.float32,
+        device=torch.device("meta"),
     )
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert found == expected_parameters(TINY_TRANSFORMER)

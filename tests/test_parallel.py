@@ -54,6 +54,12 @@ FAULTS: tuple[tuple[Fault, str, Case], ...] = (
     (rank_programs.no_ulysses_output_exchange, "ulysses2", TEXT),
     (rank_programs.wrong_head_order, "ulysses2", TEXT),
     (rank_programs.no_final_gather, "ulysses2", TEXT),
+    (rank_programs.no_ring, "ring2", TEXT),
+    (rank_programs.ring_without_weights, "ring2", TEXT),
+    (rank_programs.no_sequence_sum, "tp2-sp", TEXT),
+    (rank_programs.no_sequence_gather, "tp2-sp", TEXT),
+    (rank_programs.no_broadcast, "pp2", TEXT),
+    (rank_programs.no_residual, "pp2", TEXT),
 )
 
 

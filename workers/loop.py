@@ -151,23 +151,31 @@ class Loop:
             stats = self._run(request, fds)
         except Exception as error:
             failure = error
+        try:
+            return self._report(request.id, failure, stats, time.monotonic() - started)
+        finally:
+            if failure is not None:
+                release_frames(failure)
+
+    def _report(
+        self, id: str, failure: Exception | None, stats: JobStats, seconds: float
+    ) -> Done | Failed:
+        """Agree with the other ranks on how the job ended."""
         shared = self._agreement.take_failure()
         if shared is None or shared.error is not failure:
             try:
                 if failure is not None and not isinstance(failure, WanDistError):
-                    return self._fatal(request.id, failure)
+                    return self._fatal(id, failure)
                 limit = None if failure is None else END_VOTE_TIMEOUT_S
                 self._agreement.agree_end(failure, timeout_s=limit)
             except Exception as error:
                 shared = self._agreement.take_failure()
                 if shared is None or shared.error is not error:
-                    return self._fatal(request.id, failure or error)
+                    return self._fatal(id, failure or error)
         if shared is not None:
-            logger.info(
-                "job %s ended on all ranks: %s: %s", request.id, shared.name, shared.message
-            )
+            logger.info("job %s ended on all ranks: %s: %s", id, shared.name, shared.message)
             return Failed(
-                id=request.id,
+                id=id,
                 rank=shared.rank,
                 error=shared.name,
                 message=shared.message,
@@ -175,9 +183,9 @@ class Loop:
                 fatal=False,
             )
         return Done(
-            id=request.id,
+            id=id,
             rank=self._rank,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
             bytes_read=stats.bytes_read,
             ledger=stats.ledger,
         )
@@ -210,3 +218,17 @@ class Loop:
             traceback="".join(traceback.format_exception(error)),
             fatal=True,
         )
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of the tensors in the frames that `error` and its causes came through.
+
+    An exception and the frame that holds it keep each other alive until the garbage collector runs, and with them
+    whatever a failed job had allocated.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        if chain.__traceback__ is not None:
+            traceback.clear_frames(chain.__traceback__)
+            chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__

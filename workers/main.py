@@ -52,10 +52,12 @@ def main() -> int:
     inbox.start()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
 
-    from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+    from comfy_wan_dist.mesh.degrees import parse_mesh
     from workers.loop import Loop
 
-    degrees = parse_mesh(arguments.mesh) or MeshDegrees()
+    degrees = parse_mesh(arguments.mesh)
+    if degrees is None:
+        raise ValueError("--mesh is auto; a group is started for a mesh with degrees")
     device, agreement = join_group(
         store_path=arguments.folder / RANK_STORE_NAME,
         kind=arguments.device,

@@ -1,6 +1,6 @@
 """A job from request to result, on one rank.
 
-The transformer is cut over all ranks by the plane's mesh. The VAE runs whole on rank 0; the other ranks follow it
+The transformer is cut over all ranks by the job's mesh. The VAE runs whole on rank 0; the other ranks follow it
 from vote to vote.
 
 Order inside a job: have the model, prepare alone, vote, run together. Whatever can fail on one rank only happens
@@ -9,14 +9,15 @@ before a vote, so that no rank waits in a collective for one that is gone.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from typing_extensions import assert_never
 
-from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
+from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError, JobCancelled
 from comfy_wan_dist.ipc.messages import (
     DecodeRequest,
     EncodeRequest,
@@ -27,7 +28,6 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
-from comfy_wan_dist.mesh.shards import TokenShards
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
@@ -35,19 +35,21 @@ from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from .checkpoint.load import build_model, load_weights, shard_bytes
 from .checkpoint.memory import free_memory, validate_memory
 from .checkpoint.vae import load_vae
+from .loaded import LoadedModel, finish_model
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
-from .parallel.compile import compile_blocks, outside_graphs
-from .parallel.context import apply_context_parallel
+from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
-from .parallel.sequence import SequenceParallel, apply_sequence_parallel
 from .sampling.run import prepare_sample, run_sample
-from .vae.run import decode_chunks_into, encode_frames
+from .vae.run import (
+    decode_chunks_into,
+    encode_chunks_into,
+    validate_decode,
+    validate_encode,
+)
 from .vae.wan22 import WanVAE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,22 +60,13 @@ def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Ru
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """`sequence` is there if the mesh has sp."""
-
+class HeldModel:
     spec: ModelSpec
-    model: WanModel
-    sequence: SequenceParallel | None
-
-    def fit_to(self, shards: TokenShards, groups: MeshGroups) -> None:
-        """Prepare the layers for a job whose tokens are cut as `shards` says."""
-        apply_context_parallel(self.model, groups, shards.cp)
-        if self.sequence is not None:
-            self.sequence.sizes = shards.sp.sizes
+    loaded: LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedVAE:
+class HeldVAE:
     """Every rank knows which VAE the plane has; rank 0 has it."""
 
     spec: VAESpec
@@ -87,8 +80,8 @@ class PlaneRunner:
         self._plane = plane
         self._rank = plane.rank
         self._device = device
-        self._model: LoadedModel | None = None
-        self._vae: LoadedVAE | None = None
+        self._model: HeldModel | None = None
+        self._vae: HeldVAE | None = None
         self._bytes_read = 0
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
@@ -102,6 +95,8 @@ class PlaneRunner:
                     self._decode(request, job)
                 case EncodeRequest():
                     self._encode(request, job)
+                case _:
+                    assert_never(request)
         return JobStats(bytes_read=self._bytes_read, ledger=self._plane.ledger.lines())
 
     def unload(self) -> None:
@@ -143,31 +138,32 @@ class PlaneRunner:
     def _decode(self, request: DecodeRequest, job: Job) -> None:
         vae = self._have_vae(request.vae, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
-        total = latent.shape[0] * latent.shape[2]
-        chunks = (
-            decode_chunks_into(vae, latent, result, device=self._device)
-            if vae is not None
-            else None
-        )
-        for index in range(total):
-            job.report("decode", index, total)
-            stop_if_asked(job)
-            together(job, lambda: next(chunks) if chunks is not None else None)
-        job.report("decode", total, total)
+        together(job, lambda: validate_decode(latent, result))
+        chunks: Iterator[None] = iter(())
+        if vae is not None:
+            chunks = decode_chunks_into(vae, latent, result, device=self._device)
+        self._advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
 
     def _encode(self, request: EncodeRequest, job: Job) -> None:
         vae = self._have_vae(request.vae, job)
-        stop_if_asked(job)
+        frames, result = job.tensor(request.frames), job.tensor(request.result)
+        together(job, lambda: validate_encode(frames, result))
+        chunks: Iterator[None] = iter(())
+        if vae is not None:
+            chunks = encode_chunks_into(vae, frames, result, device=self._device)
+        self._advance("encode", chunks, (frames.shape[0] - 1) // 4 + 1, job)
 
-        def encode() -> None:
-            if vae is not None:
-                latent = encode_frames(vae, job.tensor(request.frames), device=self._device)
-                job.tensor(request.result).copy_(latent)
-
-        together(job, encode)
+    def _advance(self, phase: str, chunks: Iterator[None], total: int, job: Job) -> None:
+        """Take `total` chunks of work on the rank that has any, with all ranks hearing how each one went."""
+        for index in range(total):
+            if index:
+                job.report(phase, index, total)
+            stop_if_asked(job)
+            together(job, lambda: next(chunks, None))
+        job.report(phase, total, total)
 
     def _groups_for(self, request: SampleRequest, job: Job) -> MeshGroups:
-        """Groups of the job's mesh. Collectives: those of a mesh that is new to this plane are created."""
+        """Groups of the job's mesh. Collectives: a vote, and the making of groups that no earlier job needed."""
 
         def check() -> MeshDegrees:
             degrees = parse_mesh(request.mesh)
@@ -182,7 +178,7 @@ class PlaneRunner:
     def _have_model(self, spec: ModelSpec, groups: MeshGroups, job: Job) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the one at hand."""
         if self._model is not None and self._model.spec == spec:
-            return self._model
+            return self._model.loaded
         file = together(job, lambda: self._recognise(spec, groups.degrees))
         # The old model goes first: two do not fit where one was sized to.
         self._model = None
@@ -193,14 +189,13 @@ class PlaneRunner:
             validate_memory(
                 file.shape,
                 groups.degrees,
+                ranks=self._plane.layout.world_size,
                 shard_bytes=shard_bytes(file.shape, pp=groups.pp, tp=tp, dtype=dtype),
                 bytes_per_parameter=dtype.itemsize,
                 device=self._device,
                 free_bytes=free_memory(self._device),
             )
-            return build_model(
-                file.shape, pp=groups.pp, tp=tp, dtype=dtype, device=self._device
-            )
+            return build_model(file.shape, pp=groups.pp, tp=tp, dtype=dtype, device=self._device)
 
         model = together(job, allocate)
 
@@ -213,13 +208,9 @@ class PlaneRunner:
             return load_weights(model, file, tp=tp, report=report)
 
         self._bytes_read += together(job, load)
-        sequence = None
-        if groups.degrees.sp:
-            sequence = apply_sequence_parallel(model, groups.tp)
-        if spec.compile:
-            compile_blocks(model)
-        self._model = LoadedModel(spec=spec, model=model, sequence=sequence)
-        return self._model
+        loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
+        self._model = HeldModel(spec=spec, loaded=loaded)
+        return loaded
 
     def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> WanFile:
         if spec.dtype not in DTYPES:
@@ -242,10 +233,11 @@ class PlaneRunner:
             self._bytes_read += bytes_read
             return vae
 
-        self._vae = LoadedVAE(spec=spec, vae=together(job, load))
+        self._vae = HeldVAE(spec=spec, vae=together(job, load))
         return self._vae.vae
 
     def _release_memory(self) -> None:
+        gc.collect()  # a compiled block refers to itself
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -258,6 +250,10 @@ def together(job: Job, phase: Callable[[], T]) -> T:
     error: Exception | None = None
     try:
         result = phase()
+    except torch.OutOfMemoryError as caught:
+        error = InsufficientMemoryError(
+            f"a device ran out of memory: {str(caught).splitlines()[0]} Use a mesh with more ranks, or a smaller video"
+        )
     except Exception as caught:  # whatever it is, the other ranks must hear of it before they go on
         error = caught
     job.agree(error)

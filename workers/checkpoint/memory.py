@@ -33,6 +33,7 @@ def validate_memory(
     shape: WanShape,
     degrees: MeshDegrees,
     *,
+    ranks: int,
     shard_bytes: int,
     bytes_per_parameter: int,
     device: torch.device,
@@ -40,15 +41,14 @@ def validate_memory(
 ) -> None:
     """Refuse a shard that does not fit, naming the mesh of as many ranks that would. Raises InsufficientMemoryError."""
     shared = device.type == "cpu"
-    ranks = degrees.plane_size if shared else 1
-    need = ranks * (shard_bytes + WORKING_BYTES)
+    need = (ranks if shared else 1) * (shard_bytes + WORKING_BYTES)
     if need <= free_bytes:
         return
 
     def fitting(item_bytes: int) -> MeshDegrees | None:
         return fitting_mesh(
             shape,
-            world_size=degrees.plane_size,
+            world_size=ranks,
             bytes_per_parameter=item_bytes,
             free_bytes=free_bytes,
             devices_share_memory=shared,

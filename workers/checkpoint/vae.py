@@ -34,4 +34,5 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
     with TensorReader() as reader:
         for name, parameter in vae.named_parameters():
             reader.read_into(parameter, entries[name], None)
+        vae.arrange_weights()
         return vae.eval(), reader.bytes_read

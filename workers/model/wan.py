@@ -57,10 +57,10 @@ class TextKeysValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEmbedding:
-    """Of R timestep rows, float32: what the head adds to its modulation, and what the blocks add to theirs."""
+    """Of R timestep rows, float32: what is added to the head's modulation [B, R, D], and to a block's [B, R, 6, D]."""
 
-    head_BRD: Tensor
-    blocks_BR6D: Tensor
+    head: Tensor
+    blocks: Tensor
 
 
 def softmax_attention(q_BLNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
@@ -81,7 +81,9 @@ def square_sum(x: Tensor) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Normalise x [..., D] with a float32 affine [D]; float32 inside, dtype of x."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, EPS).to(x.dtype)
+    # The CPU's kernel takes 16-bit x with a float32 affine and computes in float32; CUDA's wants one dtype.
+    wide = x if x.device.type == "cpu" else x.float()
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, EPS).to(x.dtype)
 
 
 def modulate(
@@ -241,9 +243,14 @@ class WanModel(nn.Module):
         )
         self.head = Head(dim, shape.token_dim)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual and of the matrix products."""
+        return cast(nn.Linear, self.text_embedding[0]).weight.dtype
+
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
         """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""
-        text = self.text_embedding(context.to(self.text_embedding[0].weight.dtype))
+        text = self.text_embedding(context.to(self.dtype))
         attentions = (cast(CrossAttention, block.cross_attn) for block in self.blocks.values())
         return tuple(attention.encode_text(text) for attention in attentions)
 
@@ -263,12 +270,12 @@ class WanModel(nn.Module):
         """
         time = self.embed_time(timesteps_BR)
         x = self.run_blocks(self.embed_patches(tokens_BLP), time, runs, rope, text)
-        return self.head(x, time.head_BRD, runs)
+        return self.head(x, time.head, runs)
 
     def embed_time(self, timesteps_BR: Tensor) -> TimeEmbedding:
         time_BRD = self.time_embedding(sinusoid(timesteps_BR, self.shape.freq_dim))
         blocks_BR6D = self.time_projection(time_BRD).unflatten(-1, (6, -1))
-        return TimeEmbedding(head_BRD=time_BRD, blocks_BR6D=blocks_BR6D)
+        return TimeEmbedding(head=time_BRD, blocks=blocks_BR6D)
 
     def run_blocks(
         self,
@@ -279,7 +286,7 @@ class WanModel(nn.Module):
         text: tuple[TextKeysValues, ...],
     ) -> Tensor:
         for block, block_text in zip(self.blocks.values(), text, strict=True):
-            x_BLD = block(x_BLD, time.blocks_BR6D, runs, rope, block_text)
+            x_BLD = block(x_BLD, time.blocks, runs, rope, block_text)
         return x_BLD
 
     def embed_patches(self, tokens_BLP: Tensor) -> Tensor:

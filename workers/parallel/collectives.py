@@ -1,8 +1,9 @@
 """Collectives of one mesh axis, and the ledger of what they send.
 
 Every operation takes its group from an `AxisGroup`, is the identity at size 1, and books op, axis, dtype, calls
-and bytes. Bytes are the size of the tensor that the rank puts into the operation (for a gather its own shard),
-which is what mesh planning predicts; the share that crosses a link follows from the group's size.
+and bytes. Bytes are the size of the tensor that the rank puts into the operation (for a gather its own shard, rows
+that fill it up to the longest one included), which is what mesh planning predicts; the share that crosses a link
+follows from the group's size. Who only receives books nothing.
 
 Compiled blocks take their groups from compile.py, which keeps these functions out of the graphs.
 """
@@ -39,7 +40,9 @@ class Ledger:
 
     def lines(self) -> tuple[LedgerLine, ...]:
         return tuple(
-            LedgerLine(op=key[0], axis=key[1], dtype=key[2], calls=self._calls[key], bytes=self._bytes[key])
+            LedgerLine(
+                op=key[0], axis=key[1], dtype=key[2], calls=self._calls[key], bytes=self._bytes[key]
+            )
             for key in sorted(self._calls)
         )
 
@@ -100,7 +103,7 @@ class AxisGroup:
         x = x.contiguous()
         self.ledger.book("all_gather", self.axis, x)
         out = x.new_empty((self.size, *x.shape))
-        dist.all_gather(list(out.unbind()), x, group=self.group)
+        gather_into(out, x, self.group)
         return out
 
     def pass_on(self, x: Tensor, *, receive: int) -> Incoming:
@@ -122,7 +125,7 @@ class AxisGroup:
         return Incoming(tensor=out, transfers=tuple(transfers))
 
     def send(self, x: Tensor, to: int) -> Incoming:
-        """Start sending x to rank `to` of the group; wait before x is written again."""
+        """Start sending x to rank `to` of the group (not at size 1); wait before x is written again."""
         x = x.contiguous()
         self.ledger.book("send", self.axis, x)
         transfer = dist.isend(x, self.ranks[to], group=self.group)
@@ -153,7 +156,7 @@ class AxisGroup:
         padded = pad_rows(x.contiguous(), max(sizes))
         self.ledger.book("all_gather", self.axis, padded)
         out = padded.new_empty((self.size, *padded.shape))
-        dist.all_gather(list(out.unbind()), padded, group=self.group)
+        gather_into(out, padded, self.group)
         if len(set(sizes)) == 1:
             return out.flatten(0, 1)
         return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
@@ -162,11 +165,30 @@ class AxisGroup:
         """Sum x over the ranks and keep this rank's run of dim 0, of `sizes[rank]` rows. Inverse of `gather_rows`."""
         if self.size == 1:
             return x
-        parts = [pad_rows(part, max(sizes)) for part in x.contiguous().split(list(sizes))]
-        out = torch.empty_like(parts[0])
+        x = x.contiguous()
+        if len(set(sizes)) > 1:
+            x = torch.cat([pad_rows(part, max(sizes)) for part in x.split(list(sizes))])
         self.ledger.book("reduce_scatter", self.axis, x)
-        dist.reduce_scatter(out, parts, group=self.group)
+        out = x.new_empty((max(sizes), *x.shape[1:]))
+        scatter_sums(out, x, self.group)
         return out[: sizes[self.rank]]
+
+
+def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """all_gather into one tensor, under the name that this torch has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out.flatten(0, 1), x, group=group)
+
+
+def scatter_sums(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
+    """reduce_scatter of one tensor, under the name that this torch has for it."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x, group=group)
+
+
+def lone_rank(axis: str) -> AxisGroup:
+    """A group of one: every operation is the identity."""
+    return AxisGroup(axis=axis, ranks=(0,), rank=0, group=None, ledger=Ledger())
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

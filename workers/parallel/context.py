@@ -37,10 +37,14 @@ class UlyssesAttention:
         packed = q.new_empty(size, own, 3, batch, heads // size, head_dim)
         for i, x in enumerate((q, k, v)):
             packed[:, :, i] = x.unflatten(2, (size, -1)).permute(2, 1, 0, 3, 4)
-        received = self.ulysses.all_to_all(packed.flatten(0, 1), send=[own] * size, receive=self.sizes)
+        received = self.ulysses.all_to_all(
+            packed.flatten(0, 1), send=[own] * size, receive=self.sizes
+        )
         q, k, v = received.permute(1, 2, 0, 3, 4)
         out = self.inner(q, k, v)
-        returned = self.ulysses.all_to_all(out.transpose(0, 1), send=self.sizes, receive=[own] * size)
+        returned = self.ulysses.all_to_all(
+            out.transpose(0, 1), send=self.sizes, receive=[own] * size
+        )
         by_rank = returned.unflatten(0, (size, own))
         out = torch.empty(batch, own, size, heads // size, head_dim, dtype=q.dtype, device=q.device)
         out.copy_(by_rank.permute(2, 1, 0, 3, 4))

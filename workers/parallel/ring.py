@@ -56,7 +56,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    elif q.dtype == torch.float32:
+    elif q.dtype == torch.float32 or not has_flash(q, k, v):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, None, compute_log_sumexp=True
         )
@@ -64,3 +64,9 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     else:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1).float()
+
+
+def has_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the device has torch's flash kernel for these; GPUs before sm80 have not."""
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, False)
+    return torch.backends.cuda.can_use_flash_attention(params)

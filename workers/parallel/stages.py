@@ -53,6 +53,11 @@ def forward_in_stages(
 
     Collectives on pp: one transfer of the residual per micro-batch and boundary, one broadcast of the predictions.
     """
+    if pp.size == 1:
+        return [
+            model(batch.tokens, timesteps_BR=batch.timesteps, runs=runs, rope=rope, text=batch.text)
+            for batch in batches
+        ]
     is_first, is_last = pp.rank == 0, pp.rank == pp.size - 1
     outputs = []
     leaving = []
@@ -61,17 +66,16 @@ def forward_in_stages(
         if is_first:
             x = model.embed_patches(batch.tokens)
         else:
-            dtype = model.text_embedding[0].weight.dtype
             size = (*batch.tokens.shape[:2], model.shape.dim)
-            x = pp.receive(torch.empty(size, dtype=dtype, device=batch.tokens.device), pp.rank - 1)
+            x = torch.empty(size, dtype=model.dtype, device=batch.tokens.device)
+            pp.receive(x, pp.rank - 1)
         x = model.run_blocks(x, time, runs, rope, batch.text)
         if is_last:
-            outputs.append(model.head(x, time.head_BRD, runs))
+            outputs.append(model.head(x, time.head, runs))
         else:
             leaving.append(pp.send(x, pp.rank + 1))
     for transfer in leaving:
         transfer.wait()
-    if pp.size == 1:
-        return outputs
-    whole = torch.stack(outputs) if is_last else torch.empty((len(batches), *batches[0].tokens.shape))
-    return list(pp.broadcast(whole.to(batches[0].tokens.device), pp.size - 1))
+    tokens = batches[0].tokens
+    whole = torch.stack(outputs) if is_last else tokens.new_empty((len(batches), *tokens.shape))
+    return list(pp.broadcast(whole, pp.size - 1))

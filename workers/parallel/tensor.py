@@ -26,13 +26,16 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, full: nn.Linear, tp: AxisGroup) -> None:
         super().__init__()
+        self.carries_bias = tp.rank == 0
         self.reduce: Callable[[Tensor], Tensor] = tp.all_reduce_sum
-        self.weight = nn.Parameter(full.weight.new_empty(full.out_features, full.in_features // tp.size))
+        self.weight = nn.Parameter(
+            full.weight.new_empty(full.out_features, full.in_features // tp.size)
+        )
         self.bias = nn.Parameter(torch.empty_like(full.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        # The bias comes after the sum: inside the partial product it would be added once per rank.
-        return self.reduce(F.linear(x, self.weight)).add_(self.bias)
+        # One rank's partial product carries the bias: all of theirs would sum to tp times the bias.
+        return self.reduce(F.linear(x, self.weight, self.bias if self.carries_bias else None))
 
 
 class ShardedMeanSquare:
@@ -63,7 +66,9 @@ def apply_tensor_parallel(model: WanModel, tp: AxisGroup) -> None:
             if cut is Cut.COLUMN:
                 _keep_output_features(module, tp.size)
             elif cut is Cut.SHARDED_NORM:
-                module.weight = nn.Parameter(module.weight.new_empty(module.weight.shape[0] // tp.size))
+                module.weight = nn.Parameter(
+                    module.weight.new_empty(module.weight.shape[0] // tp.size)
+                )
             elif cut is Cut.ROW:
                 assert isinstance(module, nn.Linear)
                 parent, _, leaf = name.rpartition(".")

@@ -129,7 +129,9 @@ def split_text(
     own = [
         [
             TextKeysValues(keys=keys, values=values)
-            for keys, values in zip(text.keys.chunk(samples), text.values.chunk(samples), strict=True)
+            for keys, values in zip(
+                text.keys.chunk(samples), text.values.chunk(samples), strict=True
+            )
         ]
         for text in branch
     ]

@@ -12,7 +12,7 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
 from comfy_wan_dist.mesh.shape import LatentGrid
 from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
-from comfy_wan_dist.mesh.validate import validate_grid
+from comfy_wan_dist.mesh.validate import validate_grid, validate_model
 from workers.model.rope import rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
 from workers.model.wan import TokenRun, WanModel
@@ -53,6 +53,7 @@ def prepare_sample(
     validate_latent(noisy, channels=model.shape.in_dim)
     validate_steps(request)
     batch, grid = noisy.shape[0], grid_of(noisy)
+    validate_model(groups.degrees, model.shape)
     validate_grid(groups.degrees, grid, batch=batch)
     samples = shard_range(batch, parts=groups.dp.size, rank=groups.dp.rank)
     shards = token_shards(

@@ -109,8 +109,6 @@ class CausalConv3d(nn.Conv3d):
     ) -> None:
         padding = (0, kernel[1] // 2, kernel[2] // 2)
         super().__init__(in_dim, out_dim, kernel, (time_stride, 1, 1), padding)
-        # Same strides as the activations have: otherwise kernels reorder the weight on every call.
-        self.weight = nn.Parameter(self.weight.contiguous(memory_format=torch.channels_last_3d))
         self.history_frames = kernel[0] - time_stride
         self.border: Border = own_padding
 
@@ -136,7 +134,6 @@ class FrameConv2d(nn.Conv2d):
 
     def __init__(self, dim: int, stride: int, padding: int, border: Border) -> None:
         super().__init__(dim, dim, 3, stride, padding)
-        self.weight = nn.Parameter(self.weight.contiguous(memory_format=torch.channels_last))
         self.border = border
 
     def forward(self, x_bthwc: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from workers.vae.layers import (
     ChannelNorm,
     Downsample,
     FrameAttention,
+    FrameConv2d,
     FrameHistory,
     Pointwise,
     ResidualBlock,
@@ -379,6 +380,17 @@ class WanVAE(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.conv2.weight.dtype
+
+    def arrange_weights(self) -> None:
+        """Give the convolutions' weights the strides of the activations; else kernels reorder them on every call."""
+        for module in self.modules():
+            if isinstance(module, CausalConv3d):
+                layout = torch.channels_last_3d
+            elif isinstance(module, FrameConv2d):
+                layout = torch.channels_last
+            else:
+                continue
+            module.weight.data = module.weight.data.contiguous(memory_format=layout)
 
     def decode_chunk(self, z_bcthw: Tensor, history: FrameHistory) -> Tensor:
         """Decode the next T latent frames of a run to pixels in [-1, 1].
