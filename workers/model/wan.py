@@ -73,7 +73,9 @@ def square_sum(x: Tensor) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Normalise x [..., D] with a float32 affine [D]; float32 inside, dtype of x."""
-    return F.layer_norm(x.float(), x.shape[-1:], weight, bias, EPS).to(x.dtype)
+    # The CPU's kernel takes 16-bit x with a float32 affine and computes in float32; CUDA's wants one dtype.
+    wide = x if x.device.type == "cpu" else x.float()
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, EPS).to(x.dtype)
 
 
 def modulate(

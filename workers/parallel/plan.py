@@ -16,7 +16,7 @@ class Cut(enum.Enum):
     COLUMN = "column"
     """A linear cut by output features: weight dim 0, bias dim 0. Its input is replicated, its output sharded."""
     ROW = "row"
-    """A linear cut by input features: weight dim 1. Its partial outputs are summed, then the whole bias added."""
+    """A linear cut by input features: weight dim 1. Its partial outputs are summed; the bias counts once."""
     SHARDED_NORM = "sharded_norm"
     """A norm over sharded features: weight dim 0; its statistic is reduced over the ranks."""
     REPLICATED = "replicated"

@@ -26,8 +26,9 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty_like(full.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        # The bias comes after the sum: inside the partial product it would be added once per rank.
-        return self.tp.all_reduce_sum(F.linear(x, self.weight)).add_(self.bias)
+        # One rank's partial product carries the bias: all of theirs would sum to tp times the bias.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce_sum(F.linear(x, self.weight, bias))
 
 
 class ShardedMeanSquare:
