@@ -58,7 +58,6 @@ REPORT = ROOT / "out" / "parity.json"
 DIFFUSERS_LIMIT = 1e-4
 COMFYUI_LIMIT = 1e-3
 COMFYUI_MESHES = ("single", "cfg2-ulysses2")
-COMFYUI_STEPS = 6
 RUN_TIMEOUT_S = 200.0
 MODEL_NAME, VAE_NAME = "tiny_wan.safetensors", "tiny_wan_vae.safetensors"
 
@@ -252,11 +251,12 @@ def diffusers_forward(reference: Any, case: Case) -> Tensor:
 
 # ---- ComfyUI ---------------------------------------------------------------------------------------------------
 
-# (case, sampler, scheduler, shift, steps, cfg, denoise)
+# (case, sampler, scheduler, shift, steps, cfg, denoise). At 20 steps ComfyUI's uni_pc is already
+# the work of float32 rounding as much as of its formulas.
 COMFYUI_RUNS = tuple(
-    (case, sampler, "simple", shift, COMFYUI_STEPS, 5.0, 1.0)
+    (case, sampler, "simple", shift, steps, 5.0, 1.0)
     for case in ("text-to-video", "image-to-video")
-    for sampler, shift in (("euler", 5.0), ("uni_pc", 8.0))
+    for sampler, shift, steps in (("euler", 5.0, 6), ("uni_pc", 8.0, 20))
 )
 
 

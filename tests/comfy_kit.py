@@ -109,6 +109,7 @@ class Group:
 
     launcher: int
     ranks: tuple[int, ...]
+    mesh: str
     folder: Path
 
     @property
@@ -133,6 +134,7 @@ def groups_of(server_pid: int) -> list[Group]:
             Group(
                 launcher=launcher,
                 ranks=tuple(sorted(ranks, key=_rank_number)),
+                mesh=command[command.index("--mesh") + 1],
                 folder=Path(command[command.index("--folder") + 1]),
             )
         )

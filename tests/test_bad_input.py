@@ -35,6 +35,9 @@ from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer, PromptRejected
 
+# A server and a group start within the first test that needs them.
+pytestmark = pytest.mark.timeout(240)
+
 MESH, DEVICES = "cfg2-ulysses2", "cpu:4"
 TINY = {"dim": 512, "ffn_dim": 1024, "num_layers": 1, "in_dim": 48, "out_dim": 48}
 
@@ -63,7 +66,7 @@ def refuse(server: ComfyServer, seed: int) -> Callable[..., str]:
 
     def run(graph: Graph, *, at: str, error: str) -> str:
         good = sampled_latent(seed=seed, steps=1, has_image=False)
-        if [len(group.ranks) for group in groups_of(server.pid)] != [4]:
+        if [group.mesh for group in groups_of(server.pid)] != [MESH]:
             succeed(server, good)
         group = group_of(server)
         failure = error_of(server.run(graph)).data

@@ -41,6 +41,9 @@ from devtools.comfy_server import ComfyServer
 from workers.checkpoint.vae import load_vae
 from workers.vae.run import encode_frames
 
+# A server and a group start within the first test that needs them.
+pytestmark = pytest.mark.timeout(240)
+
 FRAMES = "frames.png"
 FRAME_SIZE = (64, 32)  # width, height
 NODES = {
@@ -330,6 +333,9 @@ def test_model_is_read_once_and_again_only_when_its_file_is_replaced(
             r"SampleRequest on mesh cfg2-ulysses2: .* s, (\d+) bytes", server.log[log_size:]
         )
         assert (int(said) == 0) == (max(deltas) < size / 10)
+        percent = [value for value, most in progress_of(result, "sampler") if most == 100]
+        assert bool(percent) == (int(said) > 0)
+        assert percent == sorted(set(percent))
         return latent_of(server, result), max(deltas)
 
     first, first_read = run(seed)
@@ -343,7 +349,6 @@ def test_model_is_read_once_and_again_only_when_its_file_is_replaced(
     assert not torch.equal(first, second)
 
 
-@pytest.mark.timeout(240)
 def test_another_mesh_gets_another_group_also_after_an_interrupted_start(
     server: ComfyServer, seed: int
 ) -> None:
@@ -361,7 +366,7 @@ def test_another_mesh_gets_another_group_also_after_an_interrupted_start(
     asked = time.monotonic()
     server.interrupt()
     assert starting.result().status == "interrupted"
-    assert time.monotonic() - asked < 5
+    assert time.monotonic() - asked < 15  # not a wait for the start, nor for its time-out
     assert interrupted.leftovers() == []
     assert groups_of(server.pid) == []
 
@@ -398,7 +403,6 @@ def test_interrupt_ends_sampling_within_a_step_and_the_group_goes_on(
     assert group_of(server) == group
 
 
-@pytest.mark.timeout(240)
 def test_killed_rank_is_reported_with_the_log_and_the_next_prompt_gets_a_fresh_group(
     server: ComfyServer, seed: int
 ) -> None:

@@ -33,6 +33,9 @@ from group_kit import wait_until
 from devtools import comfy_server
 from devtools.comfy_server import ComfyServer
 
+# A server and a group start within the first test that needs them.
+pytestmark = pytest.mark.timeout(240)
+
 LIMIT_S = 5.0
 STEPS = 900
 STUBS = Path(comfy_server.__file__).resolve().parent / "stubs"

@@ -179,9 +179,10 @@ def test_norms_add_1e_6() -> None:
     x = 1e-3 * torch.randn(2, 3, 256, generator=torch.Generator().manual_seed(0))
     norm = Norm(256)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    rms = scale_rms(x, *mean_square(x), norm)
+    rms = scale_rms(x.clone(), *mean_square(x), norm)
     assert torch.allclose(rms, F.rms_norm(x, (256,), norm.weight, 1e-6), rtol=1e-5, atol=0)
-    assert torch.allclose(layer_norm(x), F.layer_norm(x, (256,), eps=1e-6), rtol=1e-4, atol=1e-6)
+    normed = layer_norm(x, torch.ones(256), torch.zeros(256))
+    assert torch.allclose(normed, F.layer_norm(x, (256,), eps=1e-6), rtol=1e-4, atol=1e-6)
 
 
 def test_sinusoid_has_cosines_first() -> None:

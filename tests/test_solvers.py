@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
+from workers.sampling import solvers
 from workers.sampling.solvers import SOLVERS, build_solver, effective_sigmas, phi
 
 REPO = Path(__file__).resolve().parent.parent
@@ -51,6 +52,17 @@ def denoise(x: Tensor, sigma: float | Tensor) -> Tensor:
     """A clean prediction that bends with x and with sigma."""
     sigma = torch.as_tensor(sigma, dtype=x.dtype)
     return 0.7 * torch.tanh(1.3 * x + torch.sin(4 * sigma)) + 0.2 * sigma * torch.cos(2 * x)
+
+
+def rough_prediction(index: int) -> Tensor:
+    """A clean prediction for step `index` that has nothing to do with the one before it."""
+    generator = torch.Generator().manual_seed(100 + index)
+    return torch.randn(SHAPE, generator=generator, dtype=torch.float32)
+
+
+def close_sigmas(steps: int) -> tuple[float, ...]:
+    """So close that the last moments of ComfyUI's UniPC are rounding and nothing else."""
+    return shifted_sigmas(steps, shift=8.0, first=1.0, last=0.7)
 
 
 def start_noise(dtype: torch.dtype) -> Tensor:
@@ -104,7 +116,24 @@ def write_comfyui_results(path: Path) -> None:
         def __call__(self, x: Tensor, sigma: Tensor, seed: int) -> Tensor:
             return denoise(x, sigma[0])
 
+    class RoughModel(Model):
+        calls = 0
+
+        def __call__(self, x: Tensor, sigma: Tensor, seed: int) -> Tensor:
+            self.calls += 1
+            return rough_prediction(self.calls - 1)
+
     results = {}
+    for name, function in functions.items():
+        if name.startswith("uni_pc"):
+            for steps in LENGTHS:
+                results[f"{name}-rough-{steps}"] = function(
+                    RoughModel(),
+                    start_noise(torch.float32),
+                    torch.tensor(close_sigmas(steps)),
+                    extra_args={"seed": SEED},
+                    disable=True,
+                ).contiguous()
     for dtype_name, dtype in DTYPES.items():
         torch.set_default_dtype(dtype)  # ComfyUI's UniPC makes some of its scalars in it
         noise_sampler = sampling.default_noise_sampler(start_noise(dtype), seed=SEED)
@@ -164,8 +193,13 @@ def test_solver_matches_comfyui_in_float32(
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", COMFY_SOLVERS)
 def test_solver_matches_comfyui_in_float64(
-    comfyui_results: dict[str, Tensor], name: str, run: str, steps: int
+    comfyui_results: dict[str, Tensor],
+    name: str,
+    run: str,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(solvers, "_COMFY_UNIPC_DTYPE", torch.float64)
     dtype, noise = torch.float64, comfyui_results["noise-float64"]
     sigmas = RUNS[run](steps)
     if name.startswith("uni_pc") and sigmas[-1] == 0:
@@ -173,6 +207,19 @@ def test_solver_matches_comfyui_in_float64(
     actual = run_solver(name, sigmas, start_noise(dtype), noise.__getitem__)
     expected = comfyui_results[f"{name}-{run}-{steps}-float64"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+@pytest.mark.parametrize("name", ["uni_pc", "uni_pc_bh2"])
+def test_uni_pc_loses_in_float32_what_comfyui_loses(
+    comfyui_results: dict[str, Tensor], name: str, steps: int
+) -> None:
+    solver = build_solver(name, sigmas=close_sigmas(steps), step_noise=None)
+    x = start_noise(torch.float32)
+    for index in range(steps):
+        x = solver.step(index, x, rough_prediction(index))
+    expected = comfyui_results[f"{name}-rough-{steps}"]
+    torch.testing.assert_close(x, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("run", RUNS)

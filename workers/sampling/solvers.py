@@ -6,7 +6,8 @@ One network evaluation per step. Every operation is elementwise, so a solver wor
 any shape and needs no process group.
 Not covered: guidance, masks, timesteps and the loop itself (denoise.py), schedules (the node side).
 
-Precision: weights are worked out in float64 when a solver is built; tensors are meant to be fp32.
+Precision: weights are worked out when a solver is built, in float64 but for what ComfyUI's UniPC
+loses in float32 and a like result must lose too; tensors are meant to be fp32.
 
 Sources: Zhao et al., "UniPC" (2023), equations of the data prediction form; ComfyUI 0.3.75,
 comfy/extra_samplers/uni_pc.py and comfy/k_diffusion/sampling.py; Wan2.2,
@@ -44,6 +45,10 @@ _COMFY_UNIPC_LAST_SIGMA = 0.001
 # ComfyUI then passes sigmas through sqrt(1 - exp(-log(1 + s^2))) in float32, where 1 + 0.001^2 is
 # 1 + 2^-20: what its solver really ends at is 2^-10. With 0.001 the results differ by 1e-4.
 _COMFY_UNIPC_LAST_SOLVER_SIGMA = 2.0**-10
+# ComfyUI works its UniPC's weights out in this type, and their last moments cancel to nothing but
+# rounding where steps are close: at 20 steps and shift 8 exact weights lead 1e-3 away from it.
+# (A GPU may round some of the operations otherwise than the CPU, which is what is followed here.)
+_COMFY_UNIPC_DTYPE = torch.float32
 
 
 class Solver(Protocol):
@@ -239,11 +244,21 @@ def _comfy_unipc_rows(sigmas: tuple[float, ...], *, bh2: bool) -> tuple[_Row, ..
         return (_Row(corrector=(), predictor=(scale,), keep=0),)
     return _unipc_rows(
         sigmas=sigmas,
-        lambdas=tuple(-math.log(sigma) for sigma in sigmas),
+        lambdas=_comfy_unipc_lambdas(sigmas),
         alphas=(1.0,) * len(sigmas),
         max_order=3,
         bh2=bh2,
+        rounding=_COMFY_UNIPC_DTYPE,
     )
+
+
+def _comfy_unipc_lambdas(sigmas: tuple[float, ...]) -> tuple[float, ...]:
+    """-ln s by ComfyUI's detour: log(alpha / sqrt(1 - alpha^2)), where alpha = 1 / sqrt(1 + s^2)."""
+    points = torch.tensor(sigmas, dtype=_COMFY_UNIPC_DTYPE, device="cpu")
+    log_alpha = 0.5 * torch.log(1 / (points * points + 1))
+    log_std = 0.5 * torch.log(1 - torch.exp(2 * log_alpha))
+    lambdas: list[float] = (log_alpha - log_std).tolist()
+    return tuple(lambdas)
 
 
 def _wan_unipc_rows(sigmas: tuple[float, ...]) -> tuple[_Row, ...]:
@@ -254,6 +269,7 @@ def _wan_unipc_rows(sigmas: tuple[float, ...]) -> tuple[_Row, ...]:
         alphas=tuple(1 - sigma for sigma in sigmas),
         max_order=2,
         bh2=True,
+        rounding=None,
     )
 
 
@@ -273,6 +289,7 @@ def _unipc_rows(
     alphas: tuple[float, ...],
     max_order: int,
     bh2: bool,
+    rounding: torch.dtype | None,
 ) -> tuple[_Row, ...]:
     """Return the weights of a whole run; update j leads from point j - 1 to point j."""
     steps = len(sigmas) - 1
@@ -293,6 +310,7 @@ def _unipc_rows(
             ratio=sigmas[target] / sigmas[target - 1],
             alpha=alphas[target],
             bh2=bh2,
+            rounding=rounding,
         )
         predictors.append(_predictor_weights(update))
         if target < steps:  # the network never sees the last point, so nothing can correct it
@@ -315,6 +333,7 @@ class _Update:
     nodes: (lambda - lambda_a) / h of the points before a that take part, newest first.
     ratio: sigma_b / sigma_a. alpha: the factor of the clean signal at b.
     bh2: B(h) is exp(-h) - 1; otherwise (bh1) it is -h.
+    rounding: the type in which moments are worked out step by step; None for exact ones.
     """
 
     h: float
@@ -322,6 +341,7 @@ class _Update:
     ratio: float
     alpha: float
     bh2: bool
+    rounding: torch.dtype | None
 
     @property
     def b_h(self) -> float:
@@ -329,8 +349,21 @@ class _Update:
 
     def moments(self, count: int) -> list[float]:
         """Return what sum(rho_k * node_k^j) must be for j = 0 ... count - 1."""
+        if self.rounding is not None:
+            return self._rounded_moments(count, self.rounding)
         z = -self.h
         return [math.factorial(j + 1) * z * phi(j + 2, z) / self.b_h for j in range(count)]
+
+    def _rounded_moments(self, count: int, dtype: torch.dtype) -> list[float]:
+        """`moments` by the recurrence of phi, which cancels, with every result rounded to `dtype`."""
+        z = torch.tensor(-self.h, dtype=dtype, device="cpu")
+        b_h = torch.expm1(z) if self.bh2 else z
+        z_phi = torch.expm1(z) / z - 1
+        moments: list[float] = []
+        for j in range(count):
+            moments.append((z_phi * math.factorial(j + 1) / b_h).item())
+            z_phi = z_phi / z - 1 / math.factorial(j + 2)
+        return moments
 
 
 def _predictor_weights(update: _Update) -> tuple[float, ...]:
