@@ -53,11 +53,15 @@ def cut_of(module_name: str) -> Cut:
     """Cut of the module that owns a parameter. Raises KeyError for a name that the table does not know."""
     found = [cut for pattern, cut in PLAN if re.fullmatch(pattern, module_name)]
     if len(found) != 1:
-        raise KeyError(f"{module_name!r} matches {len(found)} lines of the sharding plan instead of one")
+        raise KeyError(
+            f"{module_name!r} matches {len(found)} lines of the sharding plan instead of one"
+        )
     return found[0]
 
 
-def parameter_slice(name: str, shape: tuple[int, ...], *, tp_rank: int, tp_size: int) -> Slice | None:
+def parameter_slice(
+    name: str, shape: tuple[int, ...], *, tp_rank: int, tp_size: int
+) -> Slice | None:
     """Which part of the full parameter `name` a tensor-parallel rank holds; None for all of it."""
     if tp_size == 1:
         return None
@@ -67,6 +71,8 @@ def parameter_slice(name: str, shape: tuple[int, ...], *, tp_rank: int, tp_size:
         return None
     dim = 1 if cut is Cut.ROW else 0
     if shape[dim] % tp_size:
-        raise ValueError(f"{name} has {shape[dim]} along dim {dim}, which tp{tp_size} does not divide")
+        raise ValueError(
+            f"{name} has {shape[dim]} along dim {dim}, which tp{tp_size} does not divide"
+        )
     part = shape[dim] // tp_size
     return Slice(dim=dim, start=tp_rank * part, stop=(tp_rank + 1) * part)

@@ -22,7 +22,9 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp: AxisGroup) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = nn.Parameter(full.weight.new_empty(full.out_features, full.in_features // tp.size))
+        self.weight = nn.Parameter(
+            full.weight.new_empty(full.out_features, full.in_features // tp.size)
+        )
         self.bias = nn.Parameter(torch.empty_like(full.bias))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +61,9 @@ def apply_tensor_parallel(model: WanModel, tp: AxisGroup) -> None:
             if cut is Cut.COLUMN:
                 _keep_output_features(module, tp.size)
             elif cut is Cut.SHARDED_NORM:
-                module.weight = nn.Parameter(module.weight.new_empty(module.weight.shape[0] // tp.size))
+                module.weight = nn.Parameter(
+                    module.weight.new_empty(module.weight.shape[0] // tp.size)
+                )
             elif cut is Cut.ROW:
                 assert isinstance(module, nn.Linear)
                 parent, _, leaf = name.rpartition(".")
