@@ -28,7 +28,13 @@ def choose_mesh(shape: WanShape, *, device_count: int, guided: bool) -> MeshDegr
 
 
 def choose_job_mesh(
-    plane: MeshDegrees, shape: WanShape, grid: LatentGrid, *, batch: int, guided: bool, is_auto: bool
+    plane: MeshDegrees,
+    shape: WanShape,
+    grid: LatentGrid,
+    *,
+    batch: int,
+    guided: bool,
+    is_auto: bool,
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 

@@ -65,3 +65,8 @@ class LatentGrid:
     @property
     def tokens_per_frame(self) -> int:
         return self.rows * self.columns
+
+
+TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
+KNOWN_MODELS = {"ti2v-5b": TI2V_5B}
+"""Models by the name that they have without a file."""

@@ -1,8 +1,9 @@
 """Collectives of one mesh axis, and the ledger of what they send.
 
 Every operation takes its group from an `AxisGroup`, is the identity at size 1, and books op, axis, dtype, calls
-and bytes. Bytes are the size of the tensor that the rank puts into the operation (for a gather its own shard),
-which is what mesh planning predicts; the share that crosses a link follows from the group's size.
+and bytes. Bytes are the size of what the rank puts into the operation (for a gather its own shard), rows that only
+fill up a shorter shard included; mesh planning predicts them. The share that crosses a link follows from the group's
+size. A broadcast is booked by its sender, a transfer by the rank that sends.
 
 Compiled blocks take their groups from compile.py, which keeps these functions out of the graphs.
 """
@@ -28,10 +29,11 @@ class Ledger:
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._bytes: Counter[tuple[str, str, str]] = Counter()
 
-    def book(self, op: str, axis: str, tensor: Tensor) -> None:
-        key = (op, axis, str(tensor.dtype).removeprefix("torch."))
+    def book(self, op: str, axis: str, *tensors: Tensor) -> None:
+        """One call that takes `tensors`, which are of one type."""
+        key = (op, axis, str(tensors[0].dtype).removeprefix("torch."))
         self._calls[key] += 1
-        self._bytes[key] += tensor.numel() * tensor.element_size()
+        self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
         self._calls.clear()
@@ -164,7 +166,7 @@ class AxisGroup:
             return x
         parts = [pad_rows(part, max(sizes)) for part in x.contiguous().split(list(sizes))]
         out = torch.empty_like(parts[0])
-        self.ledger.book("reduce_scatter", self.axis, x)
+        self.ledger.book("reduce_scatter", self.axis, *parts)
         dist.reduce_scatter(out, parts, group=self.group)
         return out[: sizes[self.rank]]
 
