@@ -142,8 +142,9 @@ def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
     if ranks < 1:
         raise ConfigError("devices cpu:0 are none; write cpu:1 or more")
     if measure is None:
-        # It loads torch, which nothing else here needs.
-        from .calibrate import measure_cpu as measure
+        from .calibrate import measure_cpu  # loads torch, which plans for GPUs do not need
+
+        measure = measure_cpu
     memory = free_host_memory()
     if memory is None:
         raise ConfigError("how much memory is free could not be read; plan for GPUs instead")

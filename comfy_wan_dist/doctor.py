@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .mesh.choice import choose_mesh, explain_mesh, loading_bytes
+from .mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
 from .mesh.hardware import find_device
+from .mesh.job import PlannedJob
 from .mesh.shape import TI2V_5B
 
 GB = 10**9
@@ -354,18 +355,20 @@ def _check_choice(machine: Machine) -> list[Finding]:
     if not machine.gpus:
         return [_ok("auto would choose: single, on the CPU.")]
     free = min(gpu.free for gpu in machine.gpus)
+    job = PlannedJob(shape=TI2V_5B, grid=LARGE_VIDEO, steps=1, guided=True)
     mesh = choose_mesh(TI2V_5B, device_count=len(machine.gpus), guided=True, device_memory=free)
     found = [
         _ok(
-            f"auto would choose {mesh} for TI2V-5B. {explain_mesh(mesh, TI2V_5B, device_memory=free)}"
+            f"auto would choose {mesh} for TI2V-5B at 704x1280 and 121 frames. "
+            + explain_mesh(mesh, job, device_memory=free)
         )
     ]
-    need = loading_bytes(TI2V_5B, mesh, dtype="bfloat16")
+    need = peak_bytes(job, mesh)
     if need > free:
         found.append(
             _wrong(
-                f"TI2V-5B needs {need / GB:.1f} GB on each GPU even then and one has {free / GB:.1f} GB free; "
-                "close what uses the GPUs, or use more or larger ones."
+                f"Even then each GPU needs {need / GB:.1f} GB and one has {free / GB:.1f} GB free; close what uses the "
+                "GPUs, make smaller videos, or use more or larger GPUs."
             )
         )
     if unknown := {gpu.name for gpu in machine.gpus if find_device(gpu.name) is None}:

@@ -59,7 +59,7 @@ NODES = {
             "shift",
             "denoise",
         ],
-        ["latent"],
+        ["latent", "report"],
     ),
     "WanDistVAEDecode": (["model", "vae_name", "samples", "vae_dtype"], ["images"]),
     "WanDistImageToVideoLatent": (
@@ -77,6 +77,10 @@ NODES = {
     ),
     "WanDistSaveConditioning": (["conditioning", "filename_prefix"], []),
     "WanDistLoadConditioning": (["file"], ["conditioning"]),
+    "WanDistPlan": (
+        ["width", "height", "length", "batch_size", "steps", "cfg", "devices", "model"],
+        ["chart", "report"],
+    ),
 }
 
 
@@ -106,7 +110,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 # ---- nodes
 
 
-def test_object_info_lists_six_nodes_with_tooltips_and_names(server: ComfyServer) -> None:
+def test_object_info_lists_all_nodes_with_tooltips_and_names(server: ComfyServer) -> None:
     info = server.get("/object_info")
     ours = {name: node for name, node in info.items() if name.startswith("WanDist")}
     assert set(ours) == set(NODES)

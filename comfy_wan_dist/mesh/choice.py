@@ -1,7 +1,8 @@
 """What `auto` chooses, for a plane and for each of its jobs, and why.
 
 Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, and a ring for ranks that
-the heads leave over, so that none idles. TP only as far as the weights need it, stages only where TP does not do.
+the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, stages only where that does
+not do.
 A batch is cut into sub-planes first: its samples need nothing from each other.
 """
 
@@ -12,10 +13,14 @@ from dataclasses import replace
 from itertools import product
 
 from .degrees import MeshDegrees
-from .layout import weight_layout
-from .memory import WORKING_BYTES, weight_bytes
+from .job import PlannedJob
+from .layout import stage_ranks, weight_layout
+from .memory import rank_memory
 from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
+
+LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
+"""704x1280, 121 frames: what TI2V-5B was made for, and the size that a plane is chosen for."""
 
 
 def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterator[MeshDegrees]:
@@ -31,7 +36,7 @@ def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterato
 
 def preference(mesh: MeshDegrees) -> tuple[int, ...]:
     """Larger is better for the latency of one video, among meshes that fit."""
-    return (-mesh.pp, mesh.world_size, mesh.cfg, -mesh.tp, mesh.ulysses)
+    return (-mesh.pp, mesh.world_size, -mesh.tp, not mesh.sp, mesh.cfg, mesh.ulysses)
 
 
 def choose_mesh(
@@ -41,31 +46,31 @@ def choose_mesh(
     guided: bool,
     device_memory: int | None = None,
     dtype: str = "bfloat16",
+    grid: LatentGrid = LARGE_VIDEO,
 ) -> MeshDegrees:
-    """The mesh to start a plane for. Without `device_memory` (bytes of one device) all weights are taken to fit.
+    """The mesh to start a plane for, so that a video of `grid` fits into `device_memory` bytes of each device.
 
-    Where nothing fits it is the mesh with the smallest share of the weights: loading it says what is missing.
+    Without `device_memory` everything is taken to fit. Where nothing fits it is the mesh that needs least: loading it
+    says what is missing.
     """
     planes = list(valid_planes(shape, device_count=device_count, guided=guided))
     if device_memory is None:
         return max(planes, key=preference)
-    needs = {(mesh.tp, mesh.pp): loading_bytes(shape, mesh, dtype=dtype) for mesh in planes}
-    fitting = [mesh for mesh in planes if needs[mesh.tp, mesh.pp] <= device_memory]
-    if not fitting:
-        return min(planes, key=lambda mesh: needs[mesh.tp, mesh.pp])
-    return max(fitting, key=preference)
+    job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
+    planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
+    needs = {mesh: peak_bytes(job, mesh) for mesh in planes}
+    fitting = [mesh for mesh in planes if needs[mesh] <= device_memory]
+    return max(fitting, key=preference) if fitting else min(planes, key=lambda mesh: needs[mesh])
 
 
-def loading_bytes(shape: WanShape, mesh: MeshDegrees, *, dtype: str) -> int:
-    """What the rank with the most weights needs before any job."""
-    weights = (weight_bytes(shape, mesh, stage=stage, dtype=dtype) for stage in range(mesh.pp))
-    return max(weights) + WORKING_BYTES
+def peak_bytes(job: PlannedJob, mesh: MeshDegrees) -> int:
+    """Of the rank that needs most."""
+    return max(rank_memory(job, mesh, rank).total for rank in stage_ranks(mesh))
 
 
-def explain_mesh(
-    mesh: MeshDegrees, shape: WanShape, *, device_memory: int | None = None, dtype: str = "bfloat16"
-) -> str:
+def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | None = None) -> str:
     """Why a mesh is cut as it is, one sentence for each axis."""
+    shape = job.shape
     heads = shape.num_heads // mesh.tp
     reasons = []
     if mesh.dp > 1:
@@ -94,10 +99,12 @@ def explain_mesh(
             f"{heads} heads allow it."
         )
     if mesh.tp > 1:
-        whole = loading_bytes(shape, replace(mesh, tp=1, sp=False), dtype=dtype)
         why = "it sends more than cutting tokens does and is worth it for memory"
+        whole = peak_bytes(job, replace(mesh, dp=1, tp=1, sp=False))
         if device_memory is not None and whole > device_memory:
-            why = f"whole they need {whole / 1e9:.1f} GB and a device has {device_memory / 1e9:.1f} GB"
+            why = (
+                f"with whole ones a rank needs {whole / 1e9:.1f} GB of {device_memory / 1e9:.1f} GB"
+            )
         reasons.append(f"tp{mesh.tp}: the weights are cut; {why}.")
     if mesh.sp:
         reasons.append(
@@ -114,10 +121,13 @@ def choose_job_mesh(
     batch: int,
     guided: bool,
     is_auto: bool,
+    device_memory: int | None = None,
+    dtype: str = "bfloat16",
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
-    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes.
+    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes. With
+    `device_memory` (bytes of one device) meshes on which the job fits go first.
     """
     if not is_auto and (guided or plane.cfg == 1):
         return plane
@@ -131,4 +141,8 @@ def choose_job_mesh(
         mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
         if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
             candidates.append(mesh)
+    if device_memory is not None:
+        job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, batch=batch, dtype=dtype)
+        fitting = [mesh for mesh in candidates if peak_bytes(job, mesh) <= device_memory]
+        candidates = fitting or candidates
     return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)

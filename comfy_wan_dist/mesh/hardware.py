@@ -7,7 +7,7 @@ The table holds vendors' figures (dense, one direction). What a program reaches 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..ipc.errors import ConfigError
@@ -149,14 +149,34 @@ def cpu_device(*, ranks: int, memory: int, measure: MeasureCPU) -> Device:
     )
 
 
+OTHER_MODELS = {"pcie", "nvl", "laptop", "ti", "d", "super"}
+"""Words that make another device of a known name."""
+
+
 def find_device(name: str) -> Device | None:
     """The table's device for a short or a long name: `H100-SXM`, `h100`, `NVIDIA H100 80GB HBM3`, `RTX 4090`."""
-    wanted = re.sub(r"[^a-z0-9]", "", name.lower())
-    for device in DEVICES:
-        model = re.sub(r"[^a-z0-9]", "", device.name.lower()).removesuffix("sxm")
-        if wanted and (model in wanted or model.removeprefix("rtx") == wanted):
-            return device
-    return None
+    words = set(re.findall(r"[a-z0-9]+", name.lower()))
+    found = [device for device in DEVICES if words & _short_names(device)]
+    return found[0] if len(found) == 1 and not words & OTHER_MODELS else None
+
+
+def _short_names(device: Device) -> set[str]:
+    name = device.name.lower().removesuffix("-sxm")
+    return {name, name.removeprefix("rtx")}
+
+
+def known_pool(found: Sequence[tuple[str, int]]) -> DevicePool:
+    """Devices that are here: (name, bytes of memory) of each. Raises ConfigError for one that the table lacks."""
+    devices = []
+    for name, memory in found:
+        device = find_device(name)
+        if device is None:
+            raise ConfigError(
+                f"there are no figures for {name!r}; plan for the nearest of "
+                f"{', '.join(known.name for known in DEVICES)} instead"
+            )
+        devices.append(replace(device, memory=memory))
+    return DevicePool(devices=tuple(devices))
 
 
 def parse_pool(text: str) -> DevicePool:

@@ -11,8 +11,9 @@ from .degrees import AXES, MeshDegrees
 from .flops import rank_flops
 from .hardware import DevicePool
 from .job import PlannedJob
+from .layout import stage_ranks
 from .memory import RankMemory, rank_memory
-from .seconds import PredictedSeconds, predict_seconds, stage_ranks
+from .seconds import PredictedSeconds, predict_seconds
 from .traffic import When, transfers
 from .validate import validate_grid
 
@@ -75,13 +76,21 @@ def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
         guided=True,
         device_memory=device.memory,
         dtype=job.dtype,
+        grid=job.grid,
     )
     auto_mesh = choose_job_mesh(
-        loaded, job.shape, job.grid, batch=job.batch, guided=job.guided, is_auto=True
+        loaded,
+        job.shape,
+        job.grid,
+        batch=job.batch,
+        guided=job.guided,
+        is_auto=True,
+        device_memory=device.memory,
+        dtype=job.dtype,
     )
     auto = Choice(
         option=weigh_mesh(job, auto_mesh, pool),
-        reason=explain_mesh(auto_mesh, job.shape, device_memory=device.memory, dtype=job.dtype),
+        reason=explain_mesh(auto_mesh, job, device_memory=device.memory),
     )
     return Plan(
         job=job,
@@ -169,4 +178,4 @@ def _busiest(job: PlannedJob, pool: DevicePool, options: list[MeshOption]) -> Ch
 
 
 def _explain(job: PlannedJob, pool: DevicePool, option: MeshOption) -> str:
-    return explain_mesh(option.mesh, job.shape, device_memory=pool.weakest.memory, dtype=job.dtype)
+    return explain_mesh(option.mesh, job, device_memory=pool.weakest.memory)

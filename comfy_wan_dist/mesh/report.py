@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..ipc.messages import LedgerLine
+from ..ipc.messages import Done, LedgerLine
 from .degrees import MeshDegrees
 from .hardware import Device
 from .job import Counting, PlannedJob
@@ -171,6 +171,16 @@ def transfers_text(job: PlannedJob, mesh: MeshDegrees, rank: int) -> str:
         body = table(head, rows) if rows else "nothing is sent"
         parts.append(f"rank {rank} of {mesh}, {label}\n{body}")
     return "\n\n".join(parts)
+
+
+def job_text(mesh: MeshDegrees, answers: Sequence[Done]) -> str:
+    """How a job went: its mesh, the slowest rank's time, what was read from disk, and what was sent."""
+    seconds = max((answer.seconds for answer in answers), default=0.0)
+    read = sum(answer.bytes_read for answer in answers)
+    return (
+        f"mesh {mesh}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk\n"
+        + ledger_text([answer.ledger for answer in answers])
+    )
 
 
 def ledger_text(ledgers: Sequence[Sequence[LedgerLine]]) -> str:

@@ -14,7 +14,7 @@ from .degrees import MeshDegrees
 from .flops import rank_flops
 from .hardware import Calibration, Device
 from .job import PlannedJob, rank_share
-from .layout import rank_at
+from .layout import stage_ranks
 from .pipeline import bubble
 from .traffic import When, transfers
 
@@ -42,12 +42,6 @@ class PredictedSeconds:
     def video(self) -> float:
         """The whole job: every video of its batch."""
         return self.steps * self.step + self.once
-
-
-def stage_ranks(degrees: MeshDegrees) -> list[int]:
-    """The rank of each stage that has the longest shards."""
-    place = dict.fromkeys(("dp", "cfg", "ring", "ulysses", "tp"), 0)
-    return [rank_at(degrees, {**place, "pp": stage}) for stage in range(degrees.pp)]
 
 
 def predict_seconds(job: PlannedJob, degrees: MeshDegrees, device: Device) -> PredictedSeconds:
