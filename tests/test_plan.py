@@ -105,7 +105,7 @@ def test_auto_takes_stages_only_where_nothing_else_fits() -> None:
 
     assert chosen(80 * GB) == "ring2-ulysses2"
     assert chosen(cut) == "ring2-tp2-sp"
-    assert chosen(cut - 1) == "pp2-ulysses2"
+    assert chosen(cut - 1) == "pp2-tp2"
 
 
 def test_auto_job_avoids_a_mesh_on_which_the_job_does_not_fit() -> None:
