@@ -1,23 +1,29 @@
 """Planned against counted: every collective of every mesh, and the numbers that papers give.
 
 The counted side is the ledger of real runs of the whole pipeline on a tiny model; the planned side has never seen a
-tensor. FLOPs are compared with what torch's own counter sees.
+tensor. FLOPs are compared with what torch's own counter sees, activations with the storages that live.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
 from comfy_wan_dist.mesh.flops import rank_flops
 from comfy_wan_dist.mesh.job import Counting, PlannedJob
 from comfy_wan_dist.mesh.layout import job_ranks
+from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.pipeline import bubble, forward_schedule
-from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid
+from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.traffic import Transfer, predict_ledger, transfers
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import (
@@ -28,8 +34,10 @@ from devtools.mesh_runs import (
     build_request,
     mesh_degrees,
     model_spec,
+    sample_rank,
 )
 from devtools.rank_pool import RankPool
+from workers.model.wan import WanModel
 
 MIB = 2**20
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
@@ -313,3 +321,85 @@ def test_planned_flops_equal_the_counted_ones(
     for job_rank, player in enumerate(job_ranks(layout, degrees)):
         flops = rank_flops(run.planned("float32"), degrees, job_rank)
         assert flops.job(len(SIGMAS) - 1) == counted[player]
+
+
+# ---- memory
+
+# Wide enough for activations to outweigh everything else; 100 tokens in a frame.
+WIDE = WanShape(dim=1024, ffn_dim=4608, num_layers=1, in_dim=48, out_dim=48)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The largest sum of storages that were made under this mode and lived at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+def peak_of_blocks(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
+) -> int:
+    """Bytes of activations in the blocks, their input included, at the largest moment."""
+    original, live = WanModel.run_blocks, LiveBytes()
+
+    def watched(self: WanModel, *arguments: Any) -> torch.Tensor:
+        with live:
+            return original(self, *arguments)
+
+    with mock.patch.object(WanModel, "run_blocks", watched):
+        sample_rank(rank, mesh, spec, inputs, schedule)
+    return live.peak
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ("single", "bfloat16"),
+        ("single", "float32"),
+        ("tp2", "bfloat16"),
+        ("tp4-sp", "float32"),
+        ("ulysses2", "bfloat16"),
+        ("ring2", "bfloat16"),
+        ("ring2-ulysses2", "bfloat16"),
+        ("ring2-ulysses2", "float32"),
+    ],
+)
+def test_planned_activations_are_what_a_rank_holds(
+    mesh: str, dtype: str, rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "wide.safetensors"
+    if not path.exists():
+        write_transformer(path, WIDE, seed=0)
+    degrees = mesh_degrees(mesh)
+    inputs = Inputs(noisy=torch.randn(1, 48, 4, 20, 20), cond=torch.randn(1, 20, WIDE.text_dim))
+    schedule = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=1.0)
+    held = rank_pool.run(
+        degrees.world_size, peak_of_blocks, mesh, model_spec(path, dtype=dtype), inputs, schedule
+    )
+    job = PlannedJob(
+        shape=WIDE,
+        grid=LatentGrid(frames=4, rows=10, columns=10),
+        steps=1,
+        guided=False,
+        dtype=dtype,
+        text_tokens=(20, 20),
+    )
+    assert rank_memory(job, degrees, 0).activations == pytest.approx(held[0], rel=0.05)

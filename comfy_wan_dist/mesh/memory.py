@@ -94,23 +94,23 @@ def activation_bytes(job: PlannedJob, degrees: MeshDegrees, share: RankShare) ->
     cut = whole // degrees.tp
     hidden = tokens * job.shape.ffn_dim // degrees.tp
 
-    held = 2 * between * item  # the residual and a norm's output
-    if degrees.sp:
-        held += whole * item
-    cast = (wide + item if item < wide else 0) * cut
-    inner = 3  # q, k and v
-    if degrees.ulysses > 1:
-        inner += 6  # packed and received
-    # Two pairs of k and v and a part of the result, whose merge is in float32.
-    ring = (inner + 5) * cut * item + 3 * cut * wide if degrees.ring > 1 else 0
+    # The block's input, which its caller holds too, and a norm's output; after the first update the input is one more.
+    held = 2 * between * item + (whole * item if degrees.sp else 0)
+    held_later = held + between * item
+    copies = wide if item < wide else 0  # what `.float()` makes
+    inner = 9 if degrees.ulysses > 1 else 3  # q, k and v; packed and received as well
+    summed = whole * item + (between * item if degrees.sp else 0)
+    # The merge of a ring: what arrived, what arrives meanwhile, a part and its copy, the sum before and after.
+    pairs = 2 if degrees.ring == 2 else 4
+    merge = (inner + pairs + 1) * cut * item + (2 * wide + copies) * cut
     moments = (
-        held + 3 * cut * item + cast,
-        held + (inner + (3 if degrees.ulysses > 1 else 1)) * cut * item,
-        held + ring,
-        held + 4 * cut * item + whole * item * (2 if degrees.sp else 1),
-        held + 2 * hidden * item,
-        held + hidden * item + whole * item * (2 if degrees.sp else 1),
-        3 * between * item + 2 * between * wide,
+        held + (3 * item + copies + (item if copies else 0)) * cut,  # a query's norm
+        held + (inner + (3 if degrees.ulysses > 1 else 1)) * cut * item,  # attention
+        held + (merge if degrees.ring > 1 else 0),
+        held + 4 * cut * item + summed,  # its output layer
+        held_later + 2 * hidden * item,  # GELU
+        held_later + hidden * item + summed,
+        (3 * item + copies + wide) * between,  # a gate
     )
     return max(moments)
 
