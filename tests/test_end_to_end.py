@@ -36,6 +36,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from comfy_wan_dist.plan_chart import WIDTH
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
 from workers.checkpoint.vae import load_vae
@@ -146,6 +147,42 @@ def test_image_to_video_yields_frames_and_one_progress_event_per_step(
 
     again = succeed(server, image_to_video(seed=seed + 1, steps=4))
     assert progress_of(again, "sampler") == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_plan_shows_a_chart_and_its_table(server: ComfyServer) -> None:
+    plan = node(
+        "WanDistPlan",
+        width=1280,
+        height=704,
+        length=121,
+        batch_size=1,
+        steps=20,
+        cfg=5.0,
+        devices="8xH100-SXM",
+    )
+    graph = {
+        "plan": plan,
+        "preview": node("PreviewImage", images=["plan", 0]),
+        "text": node("PreviewAny", source=["plan", 1]),
+    }
+    result = succeed(server, graph)
+    (report,) = result.outputs["plan"]["text"]
+    assert "latency: cfg2-ulysses4." in report
+    assert result.outputs["text"]["text"][0] == report
+    for name in ("plan", "preview"):
+        (picture,) = result.outputs[name]["images"]
+        path = server.base / "temp" / picture["subfolder"] / picture["filename"]
+        with Image.open(path) as chart:
+            assert chart.size[0] == WIDTH
+            assert chart.convert("RGB").getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_sampler_reports_mesh_and_ledger(server: ComfyServer, seed: int) -> None:
+    graph = graphs.sampled_latent(seed=seed, steps=1, length=5)
+    graph["text"] = node("PreviewAny", source=["sampler", 1])
+    report = succeed(server, graph).outputs["text"]["text"][0]
+    assert report.startswith("mesh cfg2-ulysses2, 4 ranks, ")
+    assert {line.split()[0] for line in report.splitlines()[2:]} == {"cfg", "ulysses"}
 
 
 def test_text_to_video_yields_frames(server: ComfyServer, seed: int) -> None:
