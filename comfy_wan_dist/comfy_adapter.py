@@ -20,6 +20,7 @@ import comfy.samplers
 import comfy.utils
 import folder_paths
 import torch
+from PIL.Image import Image as PILImage
 from torch import Tensor
 
 from .ipc.errors import ConfigError
@@ -98,6 +99,12 @@ def visible_cuda() -> int:
     if comfy.model_management.cpu_state != comfy.model_management.CPUState.GPU:
         return 0
     return torch.cuda.device_count()
+
+
+def cuda_devices() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each CUDA device that ComfyUI uses."""
+    found = (torch.cuda.get_device_properties(index) for index in range(visible_cuda()))
+    return [(device.name, device.total_memory) for device in found]
 
 
 def free_devices(devices: DeviceList) -> None:
@@ -301,6 +308,13 @@ def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
     )
     fitted: Tensor = scaled.movedim(1, -1).to("cpu", torch.float32).contiguous()
     return fitted
+
+
+def image_of(picture: PILImage) -> Tensor:
+    """A PIL picture as IMAGE [1, H, W, 3] in 0..1."""
+    width, height = picture.size
+    pixels = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
+    return pixels.view(1, height, width, 3).float() / 255
 
 
 def mean_latent(like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes.conditioning import LoadConditioning, SaveConditioning
     from .nodes.image_to_video_latent import ImageToVideoLatent
     from .nodes.load_model import LoadModel
+    from .nodes.plan import PlanMesh
     from .nodes.sampler import Sampler
     from .nodes.vae_decode import VAEDecode
 
@@ -27,6 +28,7 @@ async def comfy_entrypoint() -> ComfyExtension:
                 ImageToVideoLatent,
                 SaveConditioning,
                 LoadConditioning,
+                PlanMesh,
             ]
 
     return WanDistExtension()

@@ -38,6 +38,7 @@ class ResolvedModel:
     """A handle checked against the file and the machine.
 
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
+    device_memory: bytes of the smallest device, if that is known.
     """
 
     spec: ModelSpec
@@ -45,11 +46,15 @@ class ResolvedModel:
     degrees: MeshDegrees
     devices: DeviceList
     is_auto: bool
+    device_memory: int | None = None
 
 
-def resolve_model(handle: ModelHandle, *, visible_cuda: int) -> ResolvedModel:
+def resolve_model(
+    handle: ModelHandle, *, visible_cuda: int, cuda_memory: int | None = None
+) -> ResolvedModel:
     """Read the file's header, choose the mesh if it is `auto`, and check that all of it goes together.
 
+    cuda_memory: bytes of the smallest visible device; with it `auto` cuts the weights where they do not fit.
     Raises ModelFileError, MeshError, ConfigError.
     """
     devices = parse_devices(handle.devices, visible_cuda=visible_cuda)
@@ -59,12 +64,19 @@ def resolve_model(handle: ModelHandle, *, visible_cuda: int) -> ResolvedModel:
         validate_axes(degrees)
         validate_devices(degrees, devices)
     file = read_wan_file(read_model_file(handle.path))
-    if degrees is None:
-        degrees = choose_mesh(file.shape, device_count=devices.count, guided=True)
-    validate_model(degrees, file.shape)
     dtype = resolve_dtype(
         handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype
     )
+    device_memory = cuda_memory if devices.kind == "cuda" else None
+    if degrees is None:
+        degrees = choose_mesh(
+            file.shape,
+            device_count=devices.count,
+            guided=True,
+            device_memory=device_memory,
+            dtype=dtype,
+        )
+    validate_model(degrees, file.shape)
     return ResolvedModel(
         spec=ModelSpec(
             path=file.file.path,
@@ -77,6 +89,7 @@ def resolve_model(handle: ModelHandle, *, visible_cuda: int) -> ResolvedModel:
         degrees=degrees,
         devices=devices.take(degrees.world_size),
         is_auto=is_auto,
+        device_memory=device_memory,
     )
 
 

@@ -21,9 +21,9 @@ from . import comfy_adapter
 from .group.client import WorkerGroup
 from .group.registry import default_registry
 from .group.spec import LaunchSpec
-from .handle import ModelHandle, resolve_model
+from .handle import ModelHandle, ResolvedModel, resolve_model
 from .ipc.errors import InsufficientMemoryError
-from .ipc.messages import JobRequest, Progress, TensorRef
+from .ipc.messages import Done, JobRequest, Progress, TensorRef
 from .ipc.shared import Parcel
 from .mesh.degrees import MeshDegrees, parse_mesh
 from .mesh.devices import DeviceList, parse_devices
@@ -39,6 +39,16 @@ class Plane:
     devices: DeviceList
 
 
+def resolve(handle: ModelHandle) -> ResolvedModel:
+    """The handle checked against its file and this machine. Raises ModelFileError, MeshError, ConfigError."""
+    devices = comfy_adapter.cuda_devices()
+    return resolve_model(
+        handle,
+        visible_cuda=len(devices),
+        cuda_memory=min((memory for _, memory in devices), default=None),
+    )
+
+
 def plane_of(handle: ModelHandle) -> Plane:
     """The group for work that any mesh can do, such as the VAE's: a running one on the handle's devices if its mesh is
     `auto`, so that decoding does not restart what sampled."""
@@ -49,7 +59,7 @@ def plane_of(handle: ModelHandle) -> Plane:
             used = group.spec.used_devices
             if used.kind == devices.kind and set(used.indices) <= set(devices.indices):
                 return Plane(degrees=group.spec.degrees, devices=used)
-    resolved = resolve_model(handle, visible_cuda=visible)
+    resolved = resolve(handle)
     return Plane(degrees=resolved.degrees, devices=resolved.devices)
 
 
@@ -77,21 +87,21 @@ class Session:
         """The result, without a copy. It stays valid after the session."""
         return self._parcel.tensor(ref)
 
-    async def run(self, request: JobRequest) -> None:
-        """Have the request done, with ComfyUI's progress bar and interrupt. Raises what the ranks raise.
+    async def run(self, request: JobRequest) -> tuple[Done, ...]:
+        """Have the request done, with ComfyUI's progress bar and interrupt; the ranks' answers. Raises what they raise.
 
         When a device is short of memory, ComfyUI's own models are moved off it and the job is tried once more.
         """
         try:
-            await self._run(request)
+            return await self._run(request)
         except InsufficientMemoryError:
             devices = self._group.spec.used_devices
             if devices.kind != "cuda":
                 raise
             comfy_adapter.free_devices(devices)
-            await self._run(request)
+            return await self._run(request)
 
-    async def _run(self, request: JobRequest) -> None:
+    async def _run(self, request: JobRequest) -> tuple[Done, ...]:
         bar = comfy_adapter.ProgressReporter()
 
         def show(progress: Progress) -> None:
@@ -113,6 +123,7 @@ class Session:
             max(answer.seconds for answer in answers),
             sum(answer.bytes_read for answer in answers),
         )
+        return answers
 
 
 @asynccontextmanager

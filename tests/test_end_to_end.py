@@ -36,6 +36,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from comfy_wan_dist.plan_chart import WIDTH
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
 from workers.checkpoint.vae import load_vae
@@ -62,7 +63,7 @@ NODES = {
             "shift",
             "denoise",
         ],
-        ["latent"],
+        ["latent", "report"],
     ),
     "WanDistVAEDecode": (["model", "vae_name", "samples", "vae_dtype"], ["images"]),
     "WanDistImageToVideoLatent": (
@@ -80,6 +81,10 @@ NODES = {
     ),
     "WanDistSaveConditioning": (["conditioning", "filename_prefix"], []),
     "WanDistLoadConditioning": (["file"], ["conditioning"]),
+    "WanDistPlan": (
+        ["width", "height", "length", "batch_size", "steps", "cfg", "devices", "model"],
+        ["chart", "report"],
+    ),
 }
 
 
@@ -109,7 +114,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 # ---- nodes
 
 
-def test_object_info_lists_six_nodes_with_tooltips_and_names(server: ComfyServer) -> None:
+def test_object_info_lists_all_nodes_with_tooltips_and_names(server: ComfyServer) -> None:
     info = server.get("/object_info")
     ours = {name: node for name, node in info.items() if name.startswith("WanDist")}
     assert set(ours) == set(NODES)
@@ -145,6 +150,42 @@ def test_image_to_video_yields_frames_and_one_progress_event_per_step(
 
     again = succeed(server, image_to_video(seed=seed + 1, steps=4))
     assert progress_of(again, "sampler") == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_plan_shows_a_chart_and_its_table(server: ComfyServer) -> None:
+    plan = node(
+        "WanDistPlan",
+        width=1280,
+        height=704,
+        length=121,
+        batch_size=1,
+        steps=20,
+        cfg=5.0,
+        devices="8xH100-SXM",
+    )
+    graph = {
+        "plan": plan,
+        "preview": node("PreviewImage", images=["plan", 0]),
+        "text": node("PreviewAny", source=["plan", 1]),
+    }
+    result = succeed(server, graph)
+    (report,) = result.outputs["plan"]["text"]
+    assert "latency: cfg2-ulysses4." in report
+    assert result.outputs["text"]["text"][0] == report
+    for name in ("plan", "preview"):
+        (picture,) = result.outputs[name]["images"]
+        path = server.base / "temp" / picture["subfolder"] / picture["filename"]
+        with Image.open(path) as chart:
+            assert chart.size[0] == WIDTH
+            assert chart.convert("RGB").getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_sampler_reports_mesh_and_ledger(server: ComfyServer, seed: int) -> None:
+    graph = graphs.sampled_latent(seed=seed, steps=1, length=5)
+    graph["text"] = node("PreviewAny", source=["sampler", 1])
+    report = succeed(server, graph).outputs["text"]["text"][0]
+    assert report.startswith("mesh cfg2-ulysses2, 4 ranks, ")
+    assert {line.split()[0] for line in report.splitlines()[2:]} == {"cfg", "ulysses"}
 
 
 def test_text_to_video_yields_frames(server: ComfyServer, seed: int) -> None:

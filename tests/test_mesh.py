@@ -316,16 +316,18 @@ def test_devices_refused(text: str, visible: int, message: str) -> None:
         (3, True, "ulysses3"),
         (4, True, "cfg2-ulysses2"),
         (4, False, "ulysses4"),
-        (5, True, "cfg2-ulysses2"),
+        (5, True, "ring5"),
         (6, True, "cfg2-ulysses3"),
         (8, True, "cfg2-ulysses4"),
         (8, False, "ulysses8"),
         (16, True, "cfg2-ulysses8"),
-        (32, False, "ulysses24"),
-        (64, True, "cfg2-ulysses24"),
+        (32, False, "ring4-ulysses8"),
+        (64, True, "cfg2-ring4-ulysses8"),
     ],
 )
-def test_auto_takes_guidance_then_ulysses_then_tp(devices: int, guided: bool, mesh: str) -> None:
+def test_auto_takes_guidance_then_ulysses_then_a_ring(
+    devices: int, guided: bool, mesh: str
+) -> None:
     chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
     assert str(chosen) == mesh
     validate_model(chosen, TI2V_5B)

@@ -1,30 +1,116 @@
-"""What `auto` chooses, for a plane and for each of its jobs.
+"""What `auto` chooses, for a plane and for each of its jobs, and why.
 
-Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, then TP, and a ring for
-ranks that the heads leave over. A batch is cut into sub-planes first: its samples need nothing from each other.
+Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, and a ring for ranks that
+the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, stages only where that does
+not do.
+A batch is cut into sub-planes first: its samples need nothing from each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 from .degrees import MeshDegrees
-from .layout import weight_layout
+from .job import PlannedJob
+from .layout import stage_ranks, weight_layout
+from .memory import rank_memory
 from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
 
+LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
+"""704x1280, 121 frames: what TI2V-5B was made for, and the size that a plane is chosen for."""
 
-def choose_mesh(shape: WanShape, *, device_count: int, guided: bool) -> MeshDegrees:
-    """The valid mesh that uses most devices; among equals the one with the smallest tp."""
-    candidates = [
-        MeshDegrees(cfg=cfg, ulysses=ulysses, tp=tp)
-        for cfg in ((1, 2) if guided else (1,))
-        for tp in allowed_tp(shape)
-        for ulysses in allowed_ulysses(shape, tp)
-        if cfg * tp * ulysses <= device_count
-    ]
-    return max(candidates, key=lambda mesh: (mesh.world_size, mesh.cfg, mesh.ulysses))
+
+def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterator[MeshDegrees]:
+    """Every mesh of one plane of at most `device_count` ranks, without sp."""
+    for tp in allowed_tp(shape):
+        for ulysses in allowed_ulysses(shape, tp):
+            for cfg in (1, 2) if guided else (1,):
+                most = device_count // (tp * ulysses * cfg)
+                for pp in range(1, min(most, shape.num_layers) + 1):
+                    for ring in range(1, most // pp + 1):
+                        yield MeshDegrees(cfg=cfg, pp=pp, ring=ring, ulysses=ulysses, tp=tp)
+
+
+def preference(mesh: MeshDegrees) -> tuple[int, ...]:
+    """Larger is better for the latency of one video, among meshes that fit."""
+    return (-mesh.pp, mesh.world_size, -mesh.tp, not mesh.sp, mesh.cfg, mesh.ulysses)
+
+
+def choose_mesh(
+    shape: WanShape,
+    *,
+    device_count: int,
+    guided: bool,
+    device_memory: int | None = None,
+    dtype: str = "bfloat16",
+    grid: LatentGrid = LARGE_VIDEO,
+) -> MeshDegrees:
+    """The mesh to start a plane for, so that a video of `grid` fits into `device_memory` bytes of each device.
+
+    Without `device_memory` everything is taken to fit. Where nothing fits it is the mesh that needs least: loading it
+    says what is missing.
+    """
+    planes = list(valid_planes(shape, device_count=device_count, guided=guided))
+    if device_memory is None:
+        return max(planes, key=preference)
+    job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
+    planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
+    needs = {mesh: peak_bytes(job, mesh) for mesh in planes}
+    fitting = [mesh for mesh in planes if needs[mesh] <= device_memory]
+    return max(fitting, key=preference) if fitting else min(planes, key=lambda mesh: needs[mesh])
+
+
+def peak_bytes(job: PlannedJob, mesh: MeshDegrees) -> int:
+    """Of the rank that needs most."""
+    return max(rank_memory(job, mesh, rank).total for rank in stage_ranks(mesh))
+
+
+def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | None = None) -> str:
+    """Why a mesh is cut as it is, one sentence for each axis."""
+    shape = job.shape
+    heads = shape.num_heads // mesh.tp
+    reasons = []
+    if mesh.dp > 1:
+        reasons.append(
+            f"dp{mesh.dp}: each plane makes videos of its own, and they send each other nothing."
+        )
+    if mesh.cfg > 1:
+        reasons.append(
+            "cfg2: the prompt and the negative prompt run side by side and exchange one prediction in a step."
+        )
+    if mesh.pp > 1:
+        reasons.append(
+            f"pp{mesh.pp}: each stage holds a part of the blocks; it saves memory but no time, as stages wait for "
+            "each other."
+        )
+    if mesh.ring > 1:
+        why = (
+            f"the {heads} heads of a rank cannot be shared by {mesh.cp} ranks"
+            if mesh.cp not in allowed_ulysses(shape, mesh.tp)
+            else "its transfers hide behind the attention"
+        )
+        reasons.append(f"ring{mesh.ring}: the tokens are cut without regard to heads; {why}.")
+    if mesh.ulysses > 1:
+        reasons.append(
+            f"ulysses{mesh.ulysses}: the tokens are cut, and what a rank sends shrinks with the degree; "
+            f"{heads} heads allow it."
+        )
+    if mesh.tp > 1:
+        why = "it sends more than cutting tokens does and is worth it for memory"
+        whole = peak_bytes(job, replace(mesh, dp=1, tp=1, sp=False))
+        if device_memory is not None and whole > device_memory:
+            why = (
+                f"with whole ones a rank needs {whole / 1e9:.1f} GB of {device_memory / 1e9:.1f} GB"
+            )
+        reasons.append(f"tp{mesh.tp}: the weights are cut; {why}.")
+    if mesh.sp:
+        reasons.append(
+            "sp: the tp ranks share the tokens between the cut layers, which saves activations."
+        )
+    return " ".join(reasons) or "single: one device does everything, and nothing is sent."
 
 
 def choose_job_mesh(
@@ -35,10 +121,13 @@ def choose_job_mesh(
     batch: int,
     guided: bool,
     is_auto: bool,
+    device_memory: int | None = None,
+    dtype: str = "bfloat16",
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
-    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes.
+    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes. With
+    `device_memory` (bytes of one device) meshes on which the job fits go first.
     """
     if not is_auto and (guided or plane.cfg == 1):
         return plane
@@ -52,4 +141,8 @@ def choose_job_mesh(
         mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
         if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
             candidates.append(mesh)
+    if device_memory is not None:
+        job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, batch=batch, dtype=dtype)
+        fitting = [mesh for mesh in candidates if peak_bytes(job, mesh) <= device_memory]
+        candidates = fitting or candidates
     return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)

@@ -34,6 +34,12 @@ def rank_at(degrees: MeshDegrees, place: dict[str, int]) -> int:
     return rank
 
 
+def stage_ranks(degrees: MeshDegrees) -> list[int]:
+    """The rank of each stage that has the longest shards."""
+    place = dict.fromkeys(("dp", "cfg", "ring", "ulysses", "tp"), 0)
+    return [rank_at(degrees, {**place, "pp": stage}) for stage in range(degrees.pp)]
+
+
 def groups(degrees: MeshDegrees, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """Global ranks of every group that spans `axes`, each in the order of the group ranks.
 

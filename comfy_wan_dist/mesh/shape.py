@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..ipc.errors import ConfigError
+
 HEAD_DIM = 128
 PATCH_SIZE = (1, 2, 2)
 
@@ -65,3 +67,18 @@ class LatentGrid:
     @property
     def tokens_per_frame(self) -> int:
         return self.rows * self.columns
+
+
+def video_grid(*, height: int, width: int, frames: int) -> LatentGrid:
+    """Token grid of a video of so many pixels and frames: 16 pixels and 4 frames are one latent value."""
+    if min(height, width, frames) < 1 or height % 32 or width % 32 or frames % 4 != 1:
+        raise ConfigError(
+            f"a video of {height}x{width} (height x width) and {frames} frames is not possible; height and width must "
+            "be multiples of 32, frames a multiple of 4 plus 1, such as 704x1280 and 121"
+        )
+    return LatentGrid(frames=(frames + 3) // 4, rows=height // 32, columns=width // 32)
+
+
+TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
+KNOWN_MODELS = {"ti2v-5b": TI2V_5B}
+"""Models by the name that they have without a file."""

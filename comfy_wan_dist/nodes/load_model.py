@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .. import comfy_adapter
-from ..handle import DTYPES, ModelHandle, fingerprint, resolve_model
+from .. import comfy_adapter, session
+from ..handle import DTYPES, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
 
 WanDistModel = io.Custom("WAN_DIST_MODEL")
@@ -77,5 +77,5 @@ class LoadModel(io.ComfyNode):
             devices=devices,
             compile=compile,
         )
-        resolve_model(handle, visible_cuda=comfy_adapter.visible_cuda())
+        session.resolve(handle)
         return io.NodeOutput(handle)

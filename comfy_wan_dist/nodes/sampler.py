@@ -7,9 +7,10 @@ from math import isclose
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
-from ..handle import ModelHandle, resolve_model
+from ..handle import ModelHandle
 from ..ipc.messages import SampleRequest
 from ..mesh.choice import choose_job_mesh
+from ..mesh.report import job_text
 from ..mesh.shape import LatentGrid
 from .load_model import CATEGORY, WanDistModel
 
@@ -86,7 +87,13 @@ class Sampler(io.ComfyNode):
                     tooltip="Share of the schedule to run, 0 to 1: below 1 it starts from the given latent.",
                 ),
             ],
-            outputs=[io.Latent.Output(display_name="latent")],
+            outputs=[
+                io.Latent.Output(display_name="latent"),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="The mesh, the time, and what the GPUs sent to each other, as text.",
+                ),
+            ],
         )
 
     @classmethod
@@ -105,7 +112,7 @@ class Sampler(io.ComfyNode):
         denoise: float,
     ) -> io.NodeOutput:
         is_guided = not isclose(cfg, 1.0)
-        resolved = resolve_model(model, visible_cuda=comfy_adapter.visible_cuda())
+        resolved = session.resolve(model)
         text_dim = resolved.shape.text_dim
         cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
         uncond = None
@@ -115,7 +122,7 @@ class Sampler(io.ComfyNode):
             sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
         )
         if not schedule.timesteps:
-            return io.NodeOutput(dict(latent_image))
+            return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
         tensors = comfy_adapter.prepare_sampling(
             latent_image, seed=seed, sampler=sampler_name, schedule=schedule
         )
@@ -127,6 +134,8 @@ class Sampler(io.ComfyNode):
             batch=batch,
             guided=is_guided,
             is_auto=resolved.is_auto,
+            device_memory=resolved.device_memory,
+            dtype=resolved.spec.dtype,
         )
         async with session.open_session(resolved.degrees, resolved.devices) as job:
             request = SampleRequest(
@@ -146,7 +155,8 @@ class Sampler(io.ComfyNode):
                 step_noise=job.send_optional(tensors.step_noise),
                 result=job.reserve(tensors.noisy.shape),
             )
-            await job.run(request)
+            answers = await job.run(request)
             return io.NodeOutput(
-                comfy_adapter.finish_sampling(latent_image, job.tensor(request.result))
+                comfy_adapter.finish_sampling(latent_image, job.tensor(request.result)),
+                job_text(mesh, answers),
             )

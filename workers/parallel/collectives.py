@@ -1,9 +1,9 @@
 """Collectives of one mesh axis, and the ledger of what they send.
 
 Every operation takes its group from an `AxisGroup`, is the identity at size 1, and books op, axis, dtype, calls
-and bytes. Bytes are the size of the tensor that the rank puts into the operation (for a gather its own shard, rows
-that fill it up to the longest one included), which is what mesh planning predicts; the share that crosses a link
-follows from the group's size. Who only receives books nothing.
+and bytes. Bytes are the size of what the rank puts into the operation (for a gather its own shard), rows that only
+fill up a shorter shard included; mesh planning predicts them. The share that crosses a link follows from the group's
+size. A broadcast is booked by its sender, a transfer by the rank that sends.
 
 Compiled blocks take their groups from compile.py, which keeps these functions out of the graphs.
 """
@@ -29,10 +29,11 @@ class Ledger:
         self._calls: Counter[tuple[str, str, str]] = Counter()
         self._bytes: Counter[tuple[str, str, str]] = Counter()
 
-    def book(self, op: str, axis: str, tensor: Tensor) -> None:
-        key = (op, axis, str(tensor.dtype).removeprefix("torch."))
+    def book(self, op: str, axis: str, *tensors: Tensor) -> None:
+        """One call that takes `tensors`, which are of one type."""
+        key = (op, axis, str(tensors[0].dtype).removeprefix("torch."))
         self._calls[key] += 1
-        self._bytes[key] += tensor.numel() * tensor.element_size()
+        self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def clear(self) -> None:
         self._calls.clear()

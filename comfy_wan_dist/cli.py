@@ -1,0 +1,156 @@
+"""The command line: plan a mesh for devices that need not be here, and examine this machine.
+
+Answers go to standard output. Exit codes: 0, 1 if `doctor` found something wrong, 2 for what cannot be done as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .doctor import diagnose, examine, findings_text, free_host_memory
+from .ipc.errors import ConfigError, WanDistError
+from .mesh.degrees import parse_mesh
+from .mesh.hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
+from .mesh.job import DTYPE_BYTES, PlannedJob
+from .mesh.plan import make_plan
+from .mesh.report import plan_text, plan_values, transfers_text
+from .mesh.shape import KNOWN_MODELS, WanShape, video_grid
+from .mesh.validate import validate_grid, validate_model
+from .model_file.header import read_model_file
+from .model_file.wan import read_wan_file
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except WanDistError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m comfy_wan_dist", description="Wan Dist outside of ComfyUI."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser(
+        "plan", help="what each mesh costs on given devices, and which one to take"
+    )
+    plan.set_defaults(command=run_plan)
+    plan.add_argument(
+        "--model", default="ti2v-5b", help=f"{', '.join(KNOWN_MODELS)}, or a safetensors file"
+    )
+    plan.add_argument(
+        "--size", default="704x1280", help="height x width in pixels (default: %(default)s)"
+    )
+    plan.add_argument("--frames", type=int, default=121, help="default: %(default)s")
+    plan.add_argument(
+        "--devices",
+        required=True,
+        help=f"such as 8xH100-SXM or cpu:4; known: {', '.join(device.name for device in DEVICES)}",
+    )
+    plan.add_argument("--steps", type=int, default=50, help="default: %(default)s")
+    plan.add_argument(
+        "--cfg", type=float, default=5.0, help="guidance scale; 1 is none (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--batch", type=int, default=1, help="videos in one job (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--dtype", choices=list(DTYPE_BYTES), default="bfloat16", help="default: %(default)s"
+    )
+    plan.add_argument("--mesh", help="list every collective of this mesh's first rank instead")
+    plan.add_argument("--json", action="store_true", help="all meshes and all numbers as JSON")
+
+    doctor = commands.add_parser("doctor", help="what this machine has, and what is wrong")
+    doctor.set_defaults(command=run_doctor)
+    doctor.add_argument("--json", action="store_true", help="the findings as JSON")
+    return parser
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Print a plan, or the collectives of one mesh."""
+    height, width = parse_size(options.size)
+    job = PlannedJob(
+        shape=model_shape(options.model),
+        grid=video_grid(height=height, width=width, frames=options.frames),
+        steps=options.steps,
+        guided=options.cfg != 1,
+        batch=options.batch,
+        dtype=options.dtype,
+    )
+    if options.mesh is not None:
+        mesh = parse_mesh(options.mesh)
+        if mesh is None:
+            raise ConfigError("--mesh lists one mesh's collectives and cannot be auto; name a mesh")
+        validate_model(mesh, job.shape)
+        validate_grid(mesh, job.grid, batch=job.batch)
+        _write(transfers_text(job, mesh, rank=0))
+        return 0
+    plan = make_plan(job, device_pool(options.devices))
+    _write(json.dumps(plan_values(plan), indent=2) if options.json else plan_text(plan))
+    return 0
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """Print the findings; 1 if something is wrong."""
+    findings = diagnose(examine())
+    if options.json:
+        _write(
+            json.dumps([{"level": one.level.value, "text": one.text} for one in findings], indent=2)
+        )
+    else:
+        _write(findings_text(findings))
+    return int(any(one.is_wrong for one in findings))
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`704x1280` -> height and width."""
+    match = re.fullmatch(r"([0-9]{1,5})\s*[xX*]\s*([0-9]{1,5})", text.strip())
+    if match is None:
+        raise ConfigError(f"size {text!r} is not height x width; write it like 704x1280")
+    return int(match[1]), int(match[2])
+
+
+def model_shape(model: str) -> WanShape:
+    """The shape of a known model or of a file's. Raises ModelFileError, ConfigError."""
+    if model.lower() in KNOWN_MODELS:
+        return KNOWN_MODELS[model.lower()]
+    if not Path(model).is_file():
+        raise ConfigError(
+            f"model {model!r} is neither known nor a file; use {', '.join(KNOWN_MODELS)}, or the path of a "
+            "safetensors file"
+        )
+    return read_wan_file(read_model_file(model)).shape
+
+
+def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
+    """Devices by name, or `cpu:N`, which is measured here."""
+    match = re.fullmatch(r"cpu(?::([0-9]{1,2}))?", text.strip().lower())
+    if match is None:
+        return parse_pool(text)
+    ranks = int(match[1] or 1)
+    if ranks < 1:
+        raise ConfigError("devices cpu:0 are none; write cpu:1 or more")
+    if measure is None:
+        from .calibrate import measure_cpu  # loads torch, which plans for GPUs do not need
+
+        measure = measure_cpu
+    memory = free_host_memory()
+    if memory is None:
+        raise ConfigError("how much memory is free could not be read; plan for GPUs instead")
+    device = cpu_device(ranks=ranks, memory=memory, measure=measure)
+    return DevicePool(devices=(device,) * ranks)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")

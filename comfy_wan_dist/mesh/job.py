@@ -1,0 +1,115 @@
+"""One video to be made, in the numbers that decide what it costs, and what one rank of a mesh has of it.
+
+Not covered: the text encoder and the VAE, which no mesh cuts.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ..ipc.errors import ConfigError
+from .degrees import MeshDegrees
+from .layout import coordinates
+from .pipeline import stage_blocks
+from .shape import LatentGrid, WanShape
+from .shards import ShardRange, TokenShards, shard_range, token_shards
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TEXT_TOKENS = 512
+"""A prompt's tokens: ComfyUI and the official code pad to this length, and padding is attended."""
+
+
+class Counting(enum.Enum):
+    """Which loop is counted."""
+
+    RUN = "run"
+    """What this project runs: text keys and values once per prompt, latents that stay sharded, in float32."""
+    LITERATURE = "literature"
+    """What papers count: text keys and values anew in each step, and each step's prediction gathered and exchanged
+    whole, in the weights' dtype."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """A sampling job.
+
+    guided: with a negative prompt. text_tokens: of the prompt and of the negative prompt. text_batch: embeddings per
+    prompt, 1 or `batch`. timestep_rows: distinct timesteps in a forward, 2 if the first frame is given.
+    """
+
+    shape: WanShape
+    grid: LatentGrid
+    steps: int
+    guided: bool
+    batch: int = 1
+    dtype: str = "bfloat16"
+    text_tokens: tuple[int, int] = (TEXT_TOKENS, TEXT_TOKENS)
+    text_batch: int = 1
+    timestep_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype {self.dtype!r} is not known; use {', '.join(DTYPE_BYTES)}")
+        if min(self.steps, self.batch, self.grid.tokens) < 1:
+            raise ConfigError(
+                f"{self.steps} steps of {self.batch} videos of {self.grid.tokens} tokens cannot be planned; "
+                "each must be 1 or more"
+            )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one weight or activation."""
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """What rank `rank` of a job's mesh does.
+
+    place: its coordinates. blocks: those of its stage. branches: the text tokens of each branch that it computes.
+    micro_batch: samples in one forward; forwards: how many of them it takes part in each step.
+    """
+
+    place: dict[str, int]
+    samples: ShardRange
+    shards: TokenShards
+    blocks: int
+    branches: tuple[int, ...]
+    micro_batch: int
+    forwards: int
+    text_batch: int
+    is_first_stage: bool
+    is_last_stage: bool
+
+    def ring_blocks(self, degrees: MeshDegrees) -> tuple[int, ...]:
+        """Tokens that each ring rank holds: what its Ulysses group holds together."""
+        sizes, width = self.shards.cp.sizes, degrees.ulysses
+        return tuple(sum(sizes[first : first + width]) for first in range(0, len(sizes), width))
+
+
+def rank_share(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankShare:
+    """The share of rank `rank` in the job's own mesh."""
+    place = coordinates(degrees, rank)
+    samples = shard_range(job.batch, parts=degrees.dp, rank=place["dp"])
+    branches = job.text_tokens if job.guided else job.text_tokens[:1]
+    if len(branches) == 2 and degrees.cfg == 2:
+        branches = (branches[place["cfg"]],)
+    # Stages take one sample at a time, so that all of them have work.
+    split = samples.size if degrees.pp > 1 else 1
+    return RankShare(
+        place=place,
+        samples=samples,
+        shards=token_shards(
+            job.grid.tokens,
+            cp=(degrees.cp, place["ring"] * degrees.ulysses + place["ulysses"]),
+            sp=(degrees.tp, place["tp"]) if degrees.sp else (1, 0),
+        ),
+        blocks=stage_blocks(job.shape.num_layers, stages=degrees.pp, stage=place["pp"]).size,
+        branches=branches,
+        micro_batch=samples.size // split,
+        forwards=len(branches) * split,
+        text_batch=1 if job.text_batch == 1 else samples.size,
+        is_first_stage=place["pp"] == 0,
+        is_last_stage=place["pp"] == degrees.pp - 1,
+    )
