@@ -31,6 +31,7 @@ from ..ipc.errors import (
     RemoteError,
     WanDistError,
     WorkerDied,
+    WorkerStopped,
     WorkerTimeout,
 )
 from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request
@@ -248,7 +249,7 @@ class WorkerGroup:
         except _Stopped as stopped:
             grace_s = stopped.grace_s
             is_death = False
-            reason = WorkerDied("the worker group was stopped before the job was done")
+            reason = WorkerStopped("the worker group was stopped before the job was done")
         except WanDistError as error:
             reason = self._with_last_words(error)
         except Exception as error:

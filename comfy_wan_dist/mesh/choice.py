@@ -2,6 +2,7 @@
 
 Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, then TP, and a ring for
 ranks that the heads leave over. A batch is cut into sub-planes first: its samples need nothing from each other.
+How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ def choose_mesh(shape: WanShape, *, device_count: int, guided: bool) -> MeshDegr
 
 
 def choose_job_mesh(
-    plane: MeshDegrees, shape: WanShape, grid: LatentGrid, *, batch: int, guided: bool, is_auto: bool
+    plane: MeshDegrees,
+    shape: WanShape,
+    grid: LatentGrid,
+    *,
+    batch: int,
+    guided: bool,
+    is_auto: bool,
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
@@ -47,3 +54,16 @@ def choose_job_mesh(
         if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
             candidates.append(mesh)
     return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)
+
+
+def piece_sizes(degrees: MeshDegrees, *, batch: int) -> tuple[int, ...]:
+    """How many samples of a batch each piece for one of the mesh's planes gets, in the batch's order.
+
+    One plane takes the batch whole. Among several, single samples share out best, but pipeline stages need several at
+    once to stay busy: with pp there is one piece per plane.
+    """
+    if degrees.dp == 1:
+        return (batch,)
+    count = min(batch, degrees.dp) if degrees.pp > 1 else batch
+    size, rest = divmod(batch, count)
+    return tuple(size + (index < rest) for index in range(count))
