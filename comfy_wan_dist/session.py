@@ -12,8 +12,6 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -132,16 +130,3 @@ async def open_session(planes: Sequence[LaunchSpec]) -> AsyncIterator[Session]:
     scheduler = default_registry().scheduler
     with scheduler.parcel() as parcel:
         yield Session(scheduler, planes, parcel)
-
-
-def split_ref(ref: TensorRef, sizes: Sequence[int]) -> tuple[TensorRef, ...]:
-    """A float32 tensor cut into `sizes` along its first dim, in place."""
-    row_bytes = prod(ref.shape[1:]) * torch.float32.itemsize
-    parts = []
-    start = 0
-    for size in sizes:
-        parts.append(
-            replace(ref, offset=ref.offset + start * row_bytes, shape=(size, *ref.shape[1:]))
-        )
-        start += size
-    return tuple(parts)

@@ -10,6 +10,7 @@ from .. import comfy_adapter, session
 from ..group.scheduler import Piece
 from ..handle import ModelHandle, resolve_model
 from ..ipc.messages import SampleRequest
+from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, piece_sizes
 from ..mesh.job_cost import sample_flops
 from ..mesh.shape import LatentGrid
@@ -129,7 +130,7 @@ class Sampler(io.ComfyNode):
         # Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
         async with session.open_session(planes) as job:
             result = job.reserve(tensors.noisy.shape)
-            results = session.split_ref(result, sizes)
+            results = split_ref(result, sizes)
             noisy = job.send_split(tensors.noisy, sizes)
             clean = job.send_split_optional(tensors.clean, sizes)
             mask = job.send_split_optional(tensors.mask, sizes)
