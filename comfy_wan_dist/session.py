@@ -97,10 +97,15 @@ class Session:
         """
         bar = comfy_adapter.ProgressReporter()
         latest: list[Progress | None] = [None] * len(pieces)
+        shown = (0, 0)
 
         def show(piece: int, progress: Progress) -> None:
+            nonlocal shown
             latest[piece] = progress
-            bar.update(*overall(latest))
+            position = overall(latest)
+            if position != shown:  # a plane that loads while others work moves nothing
+                shown = position
+                bar.update(*position)
 
         host = Host(
             on_progress=show,
