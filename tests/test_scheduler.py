@@ -200,12 +200,12 @@ def test_planes_that_share_a_device_take_turns(scheduler: Scheduler, fake: FakeP
     async def main() -> None:
         await asyncio.gather(
             scheduler.run(planes(), pieces(4, 4), host=Host()),
-            scheduler.run(both, [piece("both", 3)], host=Host()),
+            scheduler.run(both, [piece("both", 30)], host=Host()),
         )
 
     asyncio.run(main())
     kinds = [kind for kind, _, _ in fake.log]
-    at = fake.log.index(("begin", "both-3", 0))
+    at = fake.log.index(("begin", "both-30", 0))
     assert kinds[at + 1] == "end"
     assert kinds[:at].count("begin") == kinds[:at].count("end")
 
@@ -246,6 +246,15 @@ def test_lost_piece_is_run_once_more_on_another_plane(
     assert fake.ids("begin", 0) == ["p0-6", "p1-4"]
     assert fake.ids("begin", 1) == ["p1-4", "p2-3"]  # the plane is used again
     assert [o.plane.devices.indices[0] for o in outcomes] == [0, 0, 1]
+
+
+def test_lost_piece_waits_for_another_plane_though_its_own_is_idle(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    fake.behaviour = lambda spec, id: WorkerDied("ill") if spec.devices.indices == (1,) else None
+    run(scheduler, pieces(12, 4))
+    assert fake.ids("begin", 0) == ["p0-12", "p1-4"]
+    assert fake.ids("begin", 1) == ["p1-4"]
 
 
 def test_lost_piece_on_the_only_plane_is_run_once_more_there(

@@ -136,7 +136,6 @@ class Scheduler:
         try:
             return tuple(await asyncio.gather(*tasks))
         except BaseException:
-            self._withdraw(tickets)
             for task in tasks:
                 task.cancel()
             while not all(task.done() for task in tasks):
@@ -256,11 +255,6 @@ class Scheduler:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
         self._dispatch()
-
-    def _withdraw(self, tickets: Sequence[_Ticket]) -> None:
-        """Take what waits out of the queue, so that no plane that falls idle goes to it."""
-        with self._lock:
-            self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
 
     def _dispatch(self) -> None:
         """Give idle planes to waiting pieces."""
