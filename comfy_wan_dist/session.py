@@ -1,8 +1,8 @@
-"""One job of one node: find or start the group, hand the request over, wait for it as a ComfyUI node should.
+"""One job of one node: cut it into pieces, have the planes do them, wait as a ComfyUI node should.
 
-async with session.open_session(degrees, devices) as job:
+async with session.open_session(planes) as job:
     request = DecodeRequest(id=job.id, ..., latent=job.send(latent), result=job.reserve(shape))
-    await job.run(request)
+    await job.run([Piece(request=request, cost=flops)])
     images = job.tensor(request.result)
 """
 
@@ -12,31 +12,27 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import comfy_adapter
-from .group.client import WorkerGroup
+from .group.progress import overall
 from .group.registry import default_registry
-from .group.spec import LaunchSpec
+from .group.scheduler import Host, Outcome, Piece, Scheduler
+from .group.spec import LaunchSpec, plane_specs
 from .handle import ModelHandle, ResolvedModel, resolve_model
-from .ipc.errors import InsufficientMemoryError
-from .ipc.messages import Done, JobRequest, Progress, TensorRef
+from .ipc.messages import Progress, TensorRef
 from .ipc.shared import Parcel
-from .mesh.degrees import MeshDegrees, parse_mesh
-from .mesh.devices import DeviceList, parse_devices
+from .mesh.degrees import parse_mesh
+from .mesh.devices import parse_devices
 
 logger = logging.getLogger("comfy_wan_dist")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plane:
-    """Which group serves a node."""
-
-    degrees: MeshDegrees
-    devices: DeviceList
+def planes_for(model: ResolvedModel) -> tuple[LaunchSpec, ...]:
+    """The groups that hold the model."""
+    return plane_specs(model.degrees, model.devices, log_folder=comfy_adapter.log_folder())
 
 
 def resolve(handle: ModelHandle) -> ResolvedModel:
@@ -49,26 +45,30 @@ def resolve(handle: ModelHandle) -> ResolvedModel:
     )
 
 
-def plane_of(handle: ModelHandle) -> Plane:
-    """The group for work that any mesh can do, such as the VAE's: a running one on the handle's devices if its mesh is
+def planes_of(handle: ModelHandle) -> tuple[LaunchSpec, ...]:
+    """The groups for work that any mesh can do, such as the VAE's: running ones on the handle's devices if its mesh is
     `auto`, so that decoding does not restart what sampled."""
     visible = comfy_adapter.visible_cuda()
     if parse_mesh(handle.mesh) is None:
         devices = parse_devices(handle.devices, visible_cuda=visible)
-        for group in default_registry().running_groups():
-            used = group.spec.used_devices
-            if used.kind == devices.kind and set(used.indices) <= set(devices.indices):
-                return Plane(degrees=group.spec.degrees, devices=used)
-    resolved = resolve(handle)
-    return Plane(degrees=resolved.degrees, devices=resolved.devices)
+        running = tuple(
+            group.spec
+            for group in default_registry().running_groups()
+            if group.spec.used_devices.kind == devices.kind
+            and set(group.spec.used_devices.indices) <= set(devices.indices)
+        )
+        if running:
+            return running
+    return planes_for(resolve(handle))
 
 
 class Session:
-    """Tensors and the run of one job. Made by `open_session`."""
+    """Tensors and the run of one node's job. Made by `open_session`."""
 
-    def __init__(self, group: WorkerGroup, parcel: Parcel) -> None:
+    def __init__(self, scheduler: Scheduler, planes: Sequence[LaunchSpec], parcel: Parcel) -> None:
         self.id = uuid.uuid4().hex
-        self._group = group
+        self._scheduler = scheduler
+        self._planes = tuple(planes)
         self._parcel = parcel
 
     def send(self, tensor: Tensor) -> TensorRef:
@@ -79,6 +79,19 @@ class Session:
     def send_optional(self, tensor: Tensor | None) -> TensorRef | None:
         return None if tensor is None else self.send(tensor)
 
+    def send_split(
+        self, tensor: Tensor, sizes: Sequence[int], *, dim: int = 0
+    ) -> tuple[TensorRef, ...]:
+        """`send` a tensor cut into `sizes` along `dim`."""
+        return self._parcel.pack(tensor.split(list(sizes), dim))
+
+    def send_split_optional(
+        self, tensor: Tensor | None, sizes: Sequence[int], *, dim: int = 0
+    ) -> tuple[TensorRef | None, ...]:
+        if tensor is None:
+            return (None,) * len(sizes)
+        return self.send_split(tensor, sizes, dim=dim)
+
     def reserve(self, shape: Sequence[int]) -> TensorRef:
         """Room for a float32 result."""
         return self._parcel.reserve(shape, torch.float32)
@@ -87,54 +100,49 @@ class Session:
         """The result, without a copy. It stays valid after the session."""
         return self._parcel.tensor(ref)
 
-    async def run(self, request: JobRequest) -> tuple[Done, ...]:
-        """Have the request done, with ComfyUI's progress bar and interrupt; the ranks' answers. Raises what they raise.
+    async def run(self, pieces: Sequence[Piece]) -> tuple[Outcome, ...]:
+        """Have the pieces done, with ComfyUI's progress bar and interrupt. Raises what the ranks raise.
 
-        When a device is short of memory, ComfyUI's own models are moved off it and the job is tried once more.
+        When a device is short of memory, ComfyUI's own models are moved off it and the piece is tried once more.
         """
-        try:
-            return await self._run(request)
-        except InsufficientMemoryError:
-            devices = self._group.spec.used_devices
-            if devices.kind != "cuda":
-                raise
-            comfy_adapter.free_devices(devices)
-            return await self._run(request)
-
-    async def _run(self, request: JobRequest) -> tuple[Done, ...]:
         bar = comfy_adapter.ProgressReporter()
+        latest: list[Progress | None] = [None] * len(pieces)
+        shown = (0, 0)
 
-        def show(progress: Progress) -> None:
-            if progress.phase == "load":  # bytes: too many for a bar that prints its numbers
-                bar.update(100 * progress.done // max(progress.total, 1), 100)
-            else:
-                bar.update(progress.done, progress.total)
+        def show(piece: int, progress: Progress) -> None:
+            nonlocal shown
+            latest[piece] = progress
+            position = overall(latest)
+            if position != shown:  # a plane that loads while others work moves nothing
+                shown = position
+                bar.update(*position)
 
-        answers = await self._group.run(
-            request,
-            self._parcel.fds,
+        host = Host(
             on_progress=show,
             check_interrupt=comfy_adapter.check_interrupt,
+            make_room=comfy_adapter.free_devices,
         )
-        logger.info(
-            "[wan-dist] %s on mesh %s: %.2f s, %d bytes read from disk",
-            type(request).__name__,
-            self._group.spec.degrees,
-            max(answer.seconds for answer in answers),
-            sum(answer.bytes_read for answer in answers),
-        )
-        return answers
+        outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, host=host)
+        for piece, outcome in zip(pieces, outcomes, strict=True):
+            logger.info(
+                "[wan-dist] %s on mesh %s%s: %.2f s, %d bytes read from disk",
+                type(piece.request).__name__,
+                outcome.plane.degrees,
+                self._plane_label(outcome),
+                max(answer.seconds for answer in outcome.answers),
+                sum(answer.bytes_read for answer in outcome.answers),
+            )
+        return outcomes
+
+    def _plane_label(self, outcome: Outcome) -> str:
+        if len(self._planes) == 1:
+            return ""
+        return f", plane {self._planes.index(outcome.plane)} of {len(self._planes)}"
 
 
 @asynccontextmanager
-async def open_session(degrees: MeshDegrees, devices: DeviceList) -> AsyncIterator[Session]:
-    """Lease the group for `degrees` on `devices`, starting it if it is not there. Raises WorkerStartError."""
-    spec = LaunchSpec(
-        degrees=degrees, devices=devices, log_path=comfy_adapter.log_folder() / f"{degrees}.log"
-    )
-    registry = default_registry()
-    if all(group.spec.key != spec.key for group in registry.running_groups()):
-        comfy_adapter.free_devices(spec.used_devices)
-    async with registry.lease(spec, check_interrupt=comfy_adapter.check_interrupt) as group:
-        with group.parcel() as parcel:
-            yield Session(group, parcel)
+async def open_session(planes: Sequence[LaunchSpec]) -> AsyncIterator[Session]:
+    """A job for any of `planes`. Groups are found or started when a piece needs one."""
+    scheduler = default_registry().scheduler
+    with scheduler.parcel() as parcel:
+        yield Session(scheduler, planes, parcel)

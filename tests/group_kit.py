@@ -25,11 +25,12 @@ def stub_spec(
     build: str = "build",
     start_timeout_s: float = 100.0,
     idle_timeout_s: float | None = None,
+    first_device: int = 0,
 ) -> LaunchSpec:
     """A group of CPU ranks whose runner is in stub_runner.py; TESTS must be on PYTHONPATH."""
     return LaunchSpec(
         degrees=MeshDegrees(ulysses=ranks),
-        devices=DeviceList(kind="cpu", indices=tuple(range(ranks))),
+        devices=DeviceList(kind="cpu", indices=tuple(range(first_device, first_device + ranks))),
         log_path=log_path,
         runner=f"stub_runner:{build}",
         start_timeout_s=start_timeout_s,

@@ -21,12 +21,13 @@ from comfy_wan_dist.group.environment import child_environment
 from comfy_wan_dist.group.launch import GroupLog, StartingGroup
 from comfy_wan_dist.group.listener import Listener
 from comfy_wan_dist.group.process import ProcessHandle, parent_pid
-from comfy_wan_dist.group.spec import PACK_ROOT, LaunchSpec
+from comfy_wan_dist.group.spec import PACK_ROOT, LaunchSpec, plane_specs
 from comfy_wan_dist.ipc.channel import SocketChannel
 from comfy_wan_dist.ipc.errors import WorkerStartError
 from comfy_wan_dist.ipc.messages import Cancel, Hello
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
+from comfy_wan_dist.mesh.layout import groups
 
 CPU = DeviceList(kind="cpu", indices=(0, 1))
 
@@ -93,6 +94,21 @@ def test_spec_tells_which_groups_are_the_same_and_which_collide() -> None:
     assert not spec_on(cuda(0, 1)).shares_devices_with(spec_on(cuda(2, 3)))
     assert spec_on(CPU).shares_devices_with(stub_spec(Path("log"), ranks=1))
     assert not spec_on(CPU).shares_devices_with(spec_on(cuda(0, 1)))
+    assert not spec_on(CPU).shares_devices_with(spec_on(DeviceList(kind="cpu", indices=(2, 3))))
+
+
+def test_planes_have_devices_of_their_own_in_the_order_of_the_ranks() -> None:
+    degrees = MeshDegrees(dp=2, cfg=2, ulysses=2)
+    devices = cuda(7, 6, 5, 4, 3, 2, 1, 0)
+    planes = plane_specs(degrees, devices, log_folder=Path("logs"))
+    assert [plane.used_devices.indices for plane in planes] == [(7, 6, 5, 4), (3, 2, 1, 0)]
+    assert {plane.degrees for plane in planes} == {MeshDegrees(cfg=2, ulysses=2)}
+    # As the planner numbers ranks: a plane's are neighbours, plane 0 first.
+    assert groups(degrees, ("cfg", "ulysses")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert not planes[0].shares_devices_with(planes[1])
+    assert planes[0].log_path != planes[1].log_path
+    (single,) = plane_specs(MeshDegrees(tp=2), devices, log_folder=Path("logs"))
+    assert single.log_path == Path("logs/tp2.log")
 
 
 def test_spec_refuses_more_than_a_plane_and_too_few_devices() -> None:

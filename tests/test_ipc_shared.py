@@ -22,6 +22,7 @@ from comfy_wan_dist.ipc.shared import (
     Parcel,
     create_buffer,
     map_buffer,
+    split_ref,
 )
 
 MIB = 2**20
@@ -56,6 +57,18 @@ def test_parcel_round_trip_through_a_second_mapping_is_bit_equal() -> None:
             assert got.dtype == tensor.dtype
             assert got.shape == tensor.shape
             assert torch.equal(got, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_ref_names_the_rows_where_they_lie(dtype: torch.dtype) -> None:
+    whole = torch.arange(5 * 6).view(5, 2, 3).to(dtype)
+    with Parcel(BufferPool()) as parcel:
+        _, ref = parcel.pack([torch.zeros(3), whole])
+        parts = split_ref(ref, [2, 0, 3])
+        for part, expected in zip(parts, whole.split([2, 0, 3]), strict=True):
+            assert torch.equal(parcel.tensor(part), expected)
+        parcel.tensor(parts[2]).fill_(7)
+        assert torch.equal(parcel.tensor(ref)[2:], torch.full((3, 2, 3), 7).to(dtype))
 
 
 def test_parcel_result_is_seen_without_a_copy_and_outlives_parcel_and_pool() -> None:

@@ -31,6 +31,7 @@ from ..ipc.errors import (
     RemoteError,
     WanDistError,
     WorkerDied,
+    WorkerStopped,
     WorkerTimeout,
 )
 from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request
@@ -81,6 +82,7 @@ class WorkerGroup:
         self._pending: deque[_Job] = deque()
         self._current: _Job | None = None
         self._stop_grace_s: float | None = None
+        self._is_called_off = False
         self._last_used = time.monotonic()
         self._holds = 0
         self._ended = threading.Event()
@@ -191,7 +193,7 @@ class WorkerGroup:
         return job.future.result()
 
     def stop(self, *, grace_s: float = SHUTDOWN_GRACE_S) -> None:
-        """End the group and wait until nothing of it is left. Its jobs raise WorkerDied.
+        """End the group and wait until nothing of it is left. Its jobs raise WorkerStopped.
 
         grace_s: how long the ranks may take to end by themselves. May be called twice, and after a
         death.
@@ -204,6 +206,7 @@ class WorkerGroup:
         with self._lock:
             if self._stop_grace_s is None:
                 self._stop_grace_s = grace_s
+                self._is_called_off = True
         self._wake()
 
     # ---- callers' side ----------------------------------------------------------------------------
@@ -215,9 +218,8 @@ class WorkerGroup:
         job = _Job(request, fds)
         with self._lock:
             if not self._takes_jobs():
-                raise WorkerDied(
-                    "the worker group has ended; run the job again to start a fresh one"
-                )
+                kind = WorkerStopped if self._is_called_off else WorkerDied
+                raise kind("the worker group has ended; run the job again to start a fresh one")
             self._pending.append(job)
         self._wake()
         return job
@@ -248,7 +250,7 @@ class WorkerGroup:
         except _Stopped as stopped:
             grace_s = stopped.grace_s
             is_death = False
-            reason = WorkerDied("the worker group was stopped before the job was done")
+            reason = WorkerStopped("the worker group was stopped before the job was done")
         except WanDistError as error:
             reason = self._with_last_words(error)
         except Exception as error:

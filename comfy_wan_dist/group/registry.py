@@ -15,9 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
 
-from ..ipc.errors import WorkerDied
+from ..ipc.errors import WorkerStopped
 from .client import WorkerGroup
 from .launch import StartingGroup, StartInterrupted
+from .scheduler import Scheduler
 from .spec import LaunchSpec
 
 POLL_S = 0.05
@@ -64,6 +65,7 @@ class GroupRegistry:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._entries: list[_Entry] = []
+        self.scheduler = Scheduler(self)
 
     def lease(self, spec: LaunchSpec, *, check_interrupt: InterruptCheck | None = None) -> Lease:
         """The use of a ready group, for a `with` or `async with` block; finds it or starts it.
@@ -82,7 +84,8 @@ class GroupRegistry:
         return tuple(group for group in groups if group is not None and group.is_alive)
 
     def stop_all(self, *, grace_s: float = 5.0) -> None:
-        """End every group and start; wait until nothing is left. Their jobs raise WorkerDied."""
+        """End every group and start; wait until nothing is left. Jobs raise WorkerStopped."""
+        self.scheduler.call_off_waiting()
         with self._changed:
             entries = list(self._entries)
             for entry in entries:
@@ -240,7 +243,7 @@ def _result(entry: _Entry) -> WorkerGroup:
     try:
         return entry.group.result()
     except StartInterrupted:
-        raise WorkerDied(
+        raise WorkerStopped(
             "the worker group was stopped while it was starting; run the job again"
         ) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..mesh.degrees import MeshDegrees
@@ -60,8 +60,25 @@ class LaunchSpec:
         return weight_layout(self.degrees), self.used_devices, self.runner
 
     def shares_devices_with(self, other: LaunchSpec) -> bool:
-        """Whether the two cannot run side by side: a common device, or both on the one CPU."""
+        """Whether the two cannot run side by side."""
         mine, theirs = self.used_devices, other.used_devices
-        if mine.kind != theirs.kind:
-            return False
-        return mine.kind == "cpu" or not set(mine.indices).isdisjoint(theirs.indices)
+        return mine.kind == theirs.kind and not set(mine.indices).isdisjoint(theirs.indices)
+
+
+def plane_specs(
+    degrees: MeshDegrees, devices: DeviceList, *, log_folder: Path
+) -> tuple[LaunchSpec, ...]:
+    """One group for each data-parallel plane of a mesh, in the order of the planes' ranks.
+
+    Plane i of n devices has devices i*n ... (i+1)*n - 1 of the list.
+    """
+    plane = replace(degrees, dp=1)
+    return tuple(
+        LaunchSpec(
+            degrees=plane,
+            devices=devices.part(index, plane.plane_size),
+            log_path=log_folder
+            / (f"{degrees}.log" if degrees.dp == 1 else f"{degrees}-plane{index}.log"),
+        )
+        for index in range(degrees.dp)
+    )

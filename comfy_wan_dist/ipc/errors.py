@@ -9,6 +9,7 @@
     +-- WorkerError          the worker group failed
     |   +-- WorkerStartError   it did not become ready
     |   +-- WorkerDied         a rank ended while it was needed
+    |   |   +-- WorkerStopped  the group was told to end while it was needed
     |   +-- WorkerTimeout      no word within the deadline
     |   +-- RemoteError        a rank raised an error that is not a ConfigError
     +-- ProtocolError        a message that neither side should have sent
@@ -53,6 +54,10 @@ class WorkerStartError(WorkerError):
 
 class WorkerDied(WorkerError):
     """A rank ended while it was needed; the message carries its traceback or the tail of the log."""
+
+
+class WorkerStopped(WorkerDied):
+    """The group was told to end while it was needed: nobody wants the job any more."""
 
 
 class WorkerTimeout(WorkerError):

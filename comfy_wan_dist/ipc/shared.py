@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -299,6 +300,19 @@ class Parcel:
     def tensor(self, ref: TensorRef) -> Tensor:
         """View of a packed or reserved tensor. Views of packed ones must not outlive the parcel."""
         return self._buffers[ref.buffer][1].tensor(ref)
+
+
+def split_ref(ref: TensorRef, sizes: Sequence[int]) -> tuple[TensorRef, ...]:
+    """A tensor cut into `sizes` along its first dim, where it lies."""
+    row_bytes = math.prod(ref.shape[1:]) * DTYPES[ref.dtype].itemsize
+    parts = []
+    start = 0
+    for size in sizes:
+        parts.append(
+            replace(ref, offset=ref.offset + start * row_bytes, shape=(size, *ref.shape[1:]))
+        )
+        start += size
+    return tuple(parts)
 
 
 class MapCache:

@@ -4,6 +4,7 @@ Latency of one video: CFG first when there is guidance, then Ulysses up to the h
 the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, stages only where that does
 not do.
 A batch is cut into sub-planes first: its samples need nothing from each other.
+How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`.
 """
 
 from __future__ import annotations
@@ -146,3 +147,16 @@ def choose_job_mesh(
         fitting = [mesh for mesh in candidates if peak_bytes(job, mesh) <= device_memory]
         candidates = fitting or candidates
     return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)
+
+
+def piece_sizes(degrees: MeshDegrees, *, batch: int) -> tuple[int, ...]:
+    """How many samples of a batch each piece for one of the mesh's planes gets, in the batch's order.
+
+    One plane takes the batch whole. Among several, single samples share out best, but pipeline stages need several at
+    once to stay busy: with pp there is one piece per plane.
+    """
+    if degrees.dp == 1:
+        return (batch,)
+    count = min(batch, degrees.dp) if degrees.pp > 1 else batch
+    size, rest = divmod(batch, count)
+    return tuple(size + (index < rest) for index in range(count))

@@ -15,7 +15,7 @@ from ..ipc.errors import MeshError
 AXES = ("dp", "cfg", "pp", "ring", "ulysses", "tp")
 """Outermost first: the last axis changes fastest with the rank and gets the fastest link."""
 
-IMPLEMENTED_AXES = ("cfg", "pp", "ring", "ulysses", "tp")
+IMPLEMENTED_AXES = AXES
 MAX_DEGREE = 1024
 
 

@@ -25,6 +25,10 @@ class DeviceList:
         """The first `count` devices."""
         return DeviceList(kind=self.kind, indices=self.indices[:count])
 
+    def part(self, index: int, size: int) -> DeviceList:
+        """Part number `index` of parts of `size` devices."""
+        return DeviceList(kind=self.kind, indices=self.indices[index * size : (index + 1) * size])
+
     def __str__(self) -> str:
         if self.kind == "cpu":
             return f"cpu:{self.count}"

@@ -7,8 +7,10 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from .. import comfy_adapter, session
+from ..group.scheduler import Piece
 from ..handle import ModelHandle, resolve_vae
 from ..ipc.messages import EncodeRequest
+from ..mesh.job_cost import vae_flops
 from .load_model import CATEGORY, WanDistModel
 from .vae_decode import vae_dtype_input, vae_name_input
 
@@ -89,19 +91,20 @@ class ImageToVideoLatent(io.ComfyNode):
             return io.NodeOutput({"samples": latent})
         count = (min(length, start_image.shape[0]) - 1) // 4 * 4 + 1
         images = comfy_adapter.fit_images(start_image[:count], width=width, height=height)
-        plane = session.plane_of(model)
+        planes = session.planes_of(model)
         spec = resolve_vae(
-            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices
+            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
         )
         given = (count - 1) // 4 + 1
-        async with session.open_session(plane.degrees, plane.devices) as job:
+        async with session.open_session(planes) as job:
             request = EncodeRequest(
                 id=job.id,
                 vae=spec,
                 frames=job.send(images),
                 result=job.reserve((1, CHANNELS, given, *latent.shape[-2:])),
             )
-            await job.run(request)
+            cost = vae_flops(frames=count, height=height, width=width)
+            await job.run([Piece(request=request, cost=cost)])
             latent = comfy_adapter.mean_latent(latent)
             latent[:, :, :given] = job.tensor(request.result)
         mask = torch.ones(1, 1, *latent.shape[-3:])

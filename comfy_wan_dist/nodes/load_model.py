@@ -39,9 +39,10 @@ class LoadModel(io.ComfyNode):
                 io.String.Input(
                     "mesh",
                     default="auto",
-                    tooltip="How to cut the work: auto, single, or axes with degrees in the order cfg, ulysses, tp, "
-                    "such as cfg2-ulysses2. cfg (1 or 2) splits prompt and negative prompt, ulysses the video's "
-                    "tokens, tp the weights. The product of the degrees is the number of GPUs used.",
+                    tooltip="How to cut the work: auto, single, or axes with degrees in the order dp, cfg, pp, ring, "
+                    "ulysses, tp, such as dp2-cfg2-ulysses2. dp runs videos side by side, cfg (1 or 2) splits prompt "
+                    "and negative prompt, pp the blocks, ring and ulysses the video's tokens, tp the weights. The "
+                    "product of the degrees is the number of GPUs used.",
                 ),
                 io.String.Input(
                     "devices",

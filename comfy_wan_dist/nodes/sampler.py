@@ -7,9 +7,12 @@ from math import isclose
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
+from ..group.scheduler import Piece
 from ..handle import ModelHandle
 from ..ipc.messages import SampleRequest
-from ..mesh.choice import choose_job_mesh
+from ..ipc.shared import split_ref
+from ..mesh.choice import choose_job_mesh, piece_sizes
+from ..mesh.job_cost import sample_flops
 from ..mesh.report import job_text
 from ..mesh.shape import LatentGrid
 from .load_model import CATEGORY, WanDistModel
@@ -22,8 +25,9 @@ class Sampler(io.ComfyNode):
             node_id="WanDistSampler",
             display_name="Wan Dist Sampler",
             category=CATEGORY,
-            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. Same seed, sampler, scheduler and "
-            "shift give the same video as ComfyUI's KSampler behind ModelSamplingSD3.",
+            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. A batch is shared out over the "
+            "planes of a dp mesh. Same seed, sampler, scheduler and shift give the same video as ComfyUI's KSampler "
+            "behind ModelSamplingSD3.",
             inputs=[
                 WanDistModel.Input("model", tooltip="From Wan Dist Load Model."),
                 io.Conditioning.Input(
@@ -127,36 +131,62 @@ class Sampler(io.ComfyNode):
             latent_image, seed=seed, sampler=sampler_name, schedule=schedule
         )
         batch, _, frames, height, width = tensors.noisy.shape
-        mesh = choose_job_mesh(
-            resolved.degrees,
-            resolved.shape,
-            LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
-            batch=batch,
-            guided=is_guided,
-            is_auto=resolved.is_auto,
-            device_memory=resolved.device_memory,
-            dtype=resolved.spec.dtype,
-        )
-        async with session.open_session(resolved.degrees, resolved.devices) as job:
-            request = SampleRequest(
-                id=job.id,
-                model=resolved.spec,
-                mesh=str(mesh),
-                solver=sampler_name,
-                sigmas=schedule.sigmas,
-                timesteps=schedule.timesteps,
-                guidance=cfg,
-                noisy=job.send(tensors.noisy),
-                clean=job.send_optional(tensors.clean),
-                mask=job.send_optional(tensors.mask),
-                frame_mask=job.send_optional(tensors.frame_mask),
-                cond=job.send(cond),
-                uncond=job.send_optional(uncond),
-                step_noise=job.send_optional(tensors.step_noise),
-                result=job.reserve(tensors.noisy.shape),
-            )
-            answers = await job.run(request)
+        grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
+        sizes = piece_sizes(resolved.degrees, batch=batch)
+        planes = session.planes_for(resolved)
+        # Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
+        async with session.open_session(planes) as job:
+            result = job.reserve(tensors.noisy.shape)
+            results = split_ref(result, sizes)
+            noisy = job.send_split(tensors.noisy, sizes)
+            clean = job.send_split_optional(tensors.clean, sizes)
+            mask = job.send_split_optional(tensors.mask, sizes)
+            frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
+            step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
+            cond_ref, uncond_ref = job.send(cond), job.send_optional(uncond)
+            pieces, meshes = [], []
+            for index, size in enumerate(sizes):
+                mesh = choose_job_mesh(
+                    planes[0].degrees,
+                    resolved.shape,
+                    grid,
+                    batch=size,
+                    guided=is_guided,
+                    is_auto=resolved.is_auto,
+                    device_memory=resolved.device_memory,
+                    dtype=resolved.spec.dtype,
+                )
+                meshes.append(mesh)
+                request = SampleRequest(
+                    id=f"{job.id}-{index}",
+                    model=resolved.spec,
+                    mesh=str(mesh),
+                    solver=sampler_name,
+                    sigmas=schedule.sigmas,
+                    timesteps=schedule.timesteps,
+                    guidance=cfg,
+                    noisy=noisy[index],
+                    clean=clean[index],
+                    mask=mask[index],
+                    frame_mask=frame_mask[index],
+                    cond=cond_ref,
+                    uncond=uncond_ref,
+                    step_noise=step_noise[index],
+                    result=results[index],
+                )
+                cost = sample_flops(
+                    resolved.shape,
+                    grid,
+                    steps=len(schedule.timesteps),
+                    branches=1 + is_guided,
+                    batch=size,
+                )
+                pieces.append(Piece(request=request, cost=cost))
+            outcomes = await job.run(pieces)
+            report = [
+                job_text(mesh, outcome.answers)
+                for mesh, outcome in zip(meshes, outcomes, strict=True)
+            ]
             return io.NodeOutput(
-                comfy_adapter.finish_sampling(latent_image, job.tensor(request.result)),
-                job_text(mesh, answers),
+                comfy_adapter.finish_sampling(latent_image, job.tensor(result)), "\n\n".join(report)
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
+from ..group.scheduler import Piece
 from ..handle import DTYPES, ModelHandle, resolve_vae
 from ..ipc.messages import DecodeRequest
+from ..mesh.job_cost import vae_flops
 from .load_model import CATEGORY, WanDistModel
 
 
@@ -33,20 +35,22 @@ class VAEDecode(io.ComfyNode):
     async def execute(
         cls, model: ModelHandle, vae_name: str, samples: comfy_adapter.Latent, vae_dtype: str
     ) -> io.NodeOutput:
-        plane = session.plane_of(model)
+        planes = session.planes_of(model)
         spec = resolve_vae(
-            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=plane.devices
+            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
         )
         latent = comfy_adapter.latent_samples(samples)
         batch, _, frames, height, width = latent.shape
-        async with session.open_session(plane.degrees, plane.devices) as job:
+        images = batch * (4 * frames - 3)
+        async with session.open_session(planes) as job:
             request = DecodeRequest(
                 id=job.id,
                 vae=spec,
                 latent=job.send(latent),
-                result=job.reserve((batch * (4 * frames - 3), 16 * height, 16 * width, 3)),
+                result=job.reserve((images, 16 * height, 16 * width, 3)),
             )
-            await job.run(request)
+            cost = vae_flops(frames=images, height=16 * height, width=16 * width)
+            await job.run([Piece(request=request, cost=cost)])
             return io.NodeOutput(job.tensor(request.result))
 
 
