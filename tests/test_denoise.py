@@ -204,12 +204,12 @@ def test_run_exchanges_only_guidance_and_gathers_once(rank_pool: RankPool, spec:
     assert calls == {
         ("all_gather", "cfg"): steps,
         ("all_to_all", "ulysses"): 2 * steps * SHAPE.num_layers,
-        ("gather", "ulysses"): 1,
+        ("all_gather", "ulysses"): 1,
     }
-    sent = {entry.op: entry.bytes for entry in ledger}
+    sent = {(entry.op, entry.axis): entry.bytes for entry in ledger}
     own = 12 // 2 * 192 * 4
-    assert sent["all_gather"] == steps * own
-    assert sent["gather"] == own
+    assert sent["all_gather", "cfg"] == steps * own
+    assert sent["all_gather", "ulysses"] == own
 
 
 def test_shards_are_copies_of_the_shared_tensors(spec: ModelSpec) -> None:
