@@ -444,13 +444,21 @@ def test_interrupt_ends_sampling_within_a_step_and_the_group_goes_on(
     assert group_of(server) == group
 
 
-def test_killed_rank_is_reported_with_the_log_and_the_next_prompt_gets_a_fresh_group(
+@pytest.mark.timeout(240)
+def test_rank_killed_twice_is_reported_with_the_log_and_the_next_prompt_gets_a_fresh_group(
     server: ComfyServer, seed: int
 ) -> None:
     steps = 900
     run = BackgroundRun(server, sampled_latent(seed=seed, steps=steps, sampler="euler"))
     run.wait_for_steps(3, maximum=steps)
+    first = group_of(server)
+    os.kill(first.ranks[1], signal.SIGKILL)
+    # There is one plane: it is started again, and the job from its first step.
+    run.wait_for(
+        lambda: [e.data["value"] for e in run.steps() if e.data["max"] == steps].count(1) == 2
+    )
     group = group_of(server)
+    assert not set(group.pids) & set(first.pids)
     os.kill(group.ranks[1], signal.SIGKILL)
     error = error_of(run.result())
     assert error.data["exception_type"].endswith("WorkerDied")
@@ -461,7 +469,7 @@ def test_killed_rank_is_reported_with_the_log_and_the_next_prompt_gets_a_fresh_g
     assert "The end of " in message
     assert "cfg2-ulysses2.log:" in message
     assert "[launcher] ERROR rank" in message
-    assert group.leftovers() == []
+    assert [*first.leftovers(), *group.leftovers()] == []
 
     succeed(server, sampled_latent(seed=seed, steps=1))
     assert not set(group_of(server).pids) & set(group.pids)

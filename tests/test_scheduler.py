@@ -152,10 +152,10 @@ def run(
 def test_longest_piece_goes_first_and_an_idle_plane_takes_the_next(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    run(scheduler, pieces(2, 3, 4, 20, 6))
+    run(scheduler, pieces(2, 3, 4, 80, 6))
     begun = fake.ids("begin")
-    assert begun == ["p3-20", "p4-6", "p2-4", "p1-3", "p0-2"]
-    assert fake.ids("begin", 0) == ["p3-20"]
+    assert begun == ["p3-80", "p4-6", "p2-4", "p1-3", "p0-2"]
+    assert fake.ids("begin", 0) == ["p3-80"]
     assert fake.ids("begin", 1) == ["p4-6", "p2-4", "p1-3", "p0-2"]
 
 
