@@ -322,7 +322,9 @@ def test_devices_refused(text: str, visible: int, message: str) -> None:
         (64, True, "cfg2-ring4-ulysses8"),
     ],
 )
-def test_auto_takes_guidance_then_ulysses_then_a_ring(devices: int, guided: bool, mesh: str) -> None:
+def test_auto_takes_guidance_then_ulysses_then_a_ring(
+    devices: int, guided: bool, mesh: str
+) -> None:
     chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
     assert str(chosen) == mesh
     validate_model(chosen, TI2V_5B)

@@ -41,7 +41,9 @@ class Ledger:
 
     def lines(self) -> tuple[LedgerLine, ...]:
         return tuple(
-            LedgerLine(op=key[0], axis=key[1], dtype=key[2], calls=self._calls[key], bytes=self._bytes[key])
+            LedgerLine(
+                op=key[0], axis=key[1], dtype=key[2], calls=self._calls[key], bytes=self._bytes[key]
+            )
             for key in sorted(self._calls)
         )
 
