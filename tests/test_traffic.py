@@ -45,16 +45,18 @@ SIGMAS = (1.0, 0.8, 0.5, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One job on a plane. 45 tokens, 15 in a frame: no degree but 3 and 5 divides them."""
+    """One job on a plane. By itself 45 tokens, 15 in a frame: no degree but 3 and 5 divides them."""
 
     mesh: str
     batch: int = 1
     guided: bool = True
     has_text_per_sample: bool = False
     frames: int = 3
+    rows: int = 3
+    columns: int = 5
 
     def inputs(self) -> Inputs:
-        size = (self.batch, TINY_TRANSFORMER.in_dim, self.frames, 6, 10)
+        size = (self.batch, TINY_TRANSFORMER.in_dim, self.frames, 2 * self.rows, 2 * self.columns)
         texts = self.batch if self.has_text_per_sample else 1
         return Inputs(
             noisy=torch.randn(size),
@@ -65,7 +67,7 @@ class Run:
     def planned(self, dtype: str) -> PlannedJob:
         return PlannedJob(
             shape=TINY_TRANSFORMER,
-            grid=LatentGrid(frames=self.frames, rows=3, columns=5),
+            grid=LatentGrid(frames=self.frames, rows=self.rows, columns=self.columns),
             steps=len(SIGMAS) - 1,
             guided=self.guided,
             batch=self.batch,
@@ -78,8 +80,8 @@ class Run:
 # By plane: jobs that it serves without loading again.
 PLANES: dict[str, tuple[Run, ...]] = {
     "ring2": (Run(mesh="ring2"), Run(mesh="ulysses2", guided=False), Run(mesh="dp2", batch=3)),
-    "ring3": (Run(mesh="ring3"), Run(mesh="ring3", frames=2, guided=False)),
-    "ring5": (Run(mesh="ring5", frames=2),),
+    "ring3": (Run(mesh="ring3"), Run(mesh="ring3", frames=2, rows=2, guided=False)),
+    "ring5": (Run(mesh="ring5", frames=2, columns=7),),
     "ulysses4": (
         Run(mesh="ulysses4"),
         Run(mesh="ring2-ulysses2", batch=2),
