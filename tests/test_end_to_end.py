@@ -40,7 +40,7 @@ from comfy_wan_dist.plan_chart import WIDTH
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
 from workers.checkpoint.vae import load_vae
-from workers.vae.run import encode_frames
+from workers.vae.run import encode_chunks_into
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
@@ -230,12 +230,17 @@ def test_denoise_zero_returns_its_input(server: ComfyServer, seed: int, schedule
     assert progress_of(result, "sampler") == []
 
 
-def test_cfg_one_on_a_cfg_mesh_warns_about_idle_ranks(server: ComfyServer, seed: int) -> None:
-    seen = len(server.log)
-    succeed(server, sampled_latent(seed=seed, steps=1, cfg=5.0))
-    assert "at cfg 1" not in server.log[seen:]
-    succeed(server, sampled_latent(seed=seed, steps=1, cfg=1.0))
-    assert "mesh cfg2-ulysses2 at cfg 1: half of its ranks repeat" in server.log[seen:]
+def test_cfg_one_takes_a_mesh_without_cfg_on_the_same_group(server: ComfyServer, seed: int) -> None:
+    reports = []
+    groups = set()
+    for cfg in (5.0, 1.0):
+        graph = graphs.sampled_latent(seed=seed, steps=1, cfg=cfg)
+        graph["text"] = node("PreviewAny", source=["sampler", 1])
+        reports.append(succeed(server, graph).outputs["text"]["text"][0])
+        groups.add(group_of(server).pids)
+    assert reports[0].startswith("mesh cfg2-ulysses2, 4 ranks, ")
+    assert reports[1].startswith("mesh ulysses4, 4 ranks, ")
+    assert len(groups) == 1
 
 
 def test_samplers_and_schedulers_all_run_and_differ(server: ComfyServer, seed: int) -> None:
@@ -309,7 +314,9 @@ def test_start_latent_is_encoded_images_then_the_mean(
         str(server.base / VAES / VAE), dtype=torch.float32, device=torch.device("cpu")
     )
     with torch.inference_mode():
-        encoded = encode_frames(vae, pixels, device=torch.device("cpu"))
+        encoded = torch.empty_like(latent[:, :, :given])
+        for _ in encode_chunks_into(vae, pixels, encoded, device=torch.device("cpu")):
+            pass
     torch.testing.assert_close(latent[:, :, :given], encoded, rtol=1e-4, atol=1e-4)
     mean = wan22_mean(comfyui_path).expand_as(latent)
     assert torch.equal(latent[:, :, given:], mean[:, :, given:])
