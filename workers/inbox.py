@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 
 from comfy_wan_dist.ipc.channel import Channel, ChannelClosed, Received
-from comfy_wan_dist.ipc.errors import ProtocolError
 from comfy_wan_dist.ipc.messages import Cancel, Shutdown
 
 
@@ -73,5 +72,5 @@ class Inbox:
                 self._queue.put(received)
         except ChannelClosed as error:
             self._on_end(str(error), 0)
-        except ProtocolError as error:
-            self._on_end(str(error), 1)
+        except Exception as error:  # without this thread the process would outlive ComfyUI
+            self._on_end(f"{type(error).__name__}: {error}", 1)

@@ -87,6 +87,7 @@ class WorkerGroup:
         self._holds = 0
         self._ended = threading.Event()
         self._death_is_explained = False
+        self._wake_lock = threading.Lock()  # a closed descriptor's number may soon be another file
         self._wake_receiver, self._wake_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._supervise, name="worker-group", daemon=True)
         self._thread.start()
@@ -236,7 +237,7 @@ class WorkerGroup:
 
     def _wake(self) -> None:
         # A full pipe has woken it already; a closed one has no use for it.
-        with contextlib.suppress(OSError):
+        with self._wake_lock, contextlib.suppress(OSError):
             os.write(self._wake_sender, b"x")
 
     # ---- supervisor's side ------------------------------------------------------------------------
@@ -273,8 +274,9 @@ class WorkerGroup:
                 jobs = [*([self._current] if self._current else []), *self._pending]
                 self._current = None
                 self._pending.clear()
-                os.close(self._wake_sender)
-                self._wake_sender = -1
+                with self._wake_lock:
+                    os.close(self._wake_sender)
+                    self._wake_sender = -1
             os.close(self._wake_receiver)
             self._ended.set()
             for job in jobs:
