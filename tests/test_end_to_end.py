@@ -407,7 +407,12 @@ def test_another_mesh_gets_another_group_also_after_an_interrupted_start(
     starting = BackgroundRun(server, other)
     interrupted = starting.wait_for(
         lambda: next(
-            (g for g in groups_of(server.pid) if g != old and any(map(has_torch, g.ranks))), None
+            (
+                g
+                for g in groups_of(server.pid)
+                if g.launcher != old.launcher and any(map(has_torch, g.ranks))
+            ),
+            None,
         )
     )
     assert old.leftovers() == []
