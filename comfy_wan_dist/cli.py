@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from math import isclose
 from pathlib import Path
 
 from .doctor import diagnose, examine, findings_text, free_host_memory
@@ -58,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         help=f"such as 8xH100-SXM or cpu:4; known: {', '.join(device.name for device in DEVICES)}",
     )
-    plan.add_argument("--steps", type=int, default=50, help="default: %(default)s")
+    plan.add_argument("--steps", type=int, default=20, help="default: %(default)s")
     plan.add_argument(
         "--cfg", type=float, default=5.0, help="guidance scale; 1 is none (default: %(default)s)"
     )
@@ -80,11 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
 def run_plan(options: argparse.Namespace) -> int:
     """Print a plan, or the collectives of one mesh."""
     height, width = parse_size(options.size)
+    if not 0 <= options.cfg <= 100:
+        raise ConfigError(f"cfg is {options.cfg}; it must be from 0 to 100")
     job = PlannedJob(
         shape=model_shape(options.model),
         grid=video_grid(height=height, width=width, frames=options.frames),
         steps=options.steps,
-        guided=options.cfg != 1,
+        guided=not isclose(options.cfg, 1.0),
         batch=options.batch,
         dtype=options.dtype,
     )
@@ -92,6 +95,15 @@ def run_plan(options: argparse.Namespace) -> int:
         mesh = parse_mesh(options.mesh)
         if mesh is None:
             raise ConfigError("--mesh lists one mesh's collectives and cannot be auto; name a mesh")
+        if options.json:
+            raise ConfigError(
+                "--mesh prints a listing and no JSON; leave out one of --mesh and --json"
+            )
+        pool = device_pool(options.devices)
+        if mesh.world_size > pool.count:
+            raise ConfigError(
+                f"mesh {mesh} needs {mesh.world_size} devices but {options.devices} has {pool.count}; name more"
+            )
         validate_model(mesh, job.shape)
         validate_grid(mesh, job.grid, batch=job.batch)
         _write(transfers_text(job, mesh, rank=0))

@@ -215,6 +215,16 @@ def placeholders(comfy: ComfyServer) -> Iterator[ComfyServer]:
             path.unlink()
 
 
+@pytest.mark.parametrize("name", UI_NAMES)
+def test_ui_graph_has_the_outputs_of_our_nodes(comfy: ComfyServer, name: str) -> None:
+    for node in read(UI_FOLDER / f"{name}.json")["nodes"]:
+        if not node["type"].startswith("WanDist"):
+            continue
+        info = comfy.get(f"/object_info/{node['type']}")[node["type"]]
+        outputs = [(output["name"], output["type"]) for output in node["outputs"]]
+        assert outputs == list(zip(info["output_name"], info["output"], strict=True))
+
+
 def test_object_info_has_the_widgets_in_this_order(comfy: ComfyServer) -> None:
     for name, widgets in WIDGETS.items():
         info = comfy.get(f"/object_info/{name}")[name]

@@ -159,7 +159,7 @@ def _fastest(
     single = next((option for option in options if option.mesh == MeshDegrees()), None)
     gain = ""
     if single is not None and chosen.mesh.world_size > 1:
-        gain = f"{single.seconds.video / chosen.seconds.video:.1f} times as fast as one device. "
+        gain = f"{single.seconds.video / chosen.seconds.video:.1f} times as fast as one device, as predicted. "
     return Choice(option=chosen, reason=gain + _explain(job, pool, chosen))
 
 

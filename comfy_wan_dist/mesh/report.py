@@ -63,8 +63,8 @@ def plan_text(plan: Plan) -> str:
     head = (
         "mesh",
         "ranks",
-        "GB",
-        "weights",
+        "GB total",
+        "GB weights",
         "TFLOP/step",
         "MB sent/step",
         "s/step",
@@ -83,12 +83,15 @@ def plan_text(plan: Plan) -> str:
     ]
     return "\n".join(
         [
+            f"{32 * job.grid.columns} x {32 * job.grid.rows} pixels (width x height), "
+            f"{4 * job.grid.frames - 3} frames, "
             f"{job.grid.tokens} tokens ({job.grid.frames} x {job.grid.rows} x {job.grid.columns}), {job.steps} steps, "
             f"batch {job.batch}, {guided}, {job.dtype}, on {plan.pool}",
             f"each device: {device.memory / GB:.0f} GB, {device.link_name}",
             "",
             table(head, rows),
             "! does not fit. GB, TFLOP and MB are of the rank with most; the VAE and the text encoder come on top.",
+            "Fastest first. Meshes within 3 % count as equal; among them the one that auto takes is named below.",
             "",
             *named,
             "",
