@@ -193,7 +193,10 @@ def no_broadcast() -> AbstractContextManager[Any]:
 
 def no_residual() -> AbstractContextManager[Any]:
     """Later stages start from nothing."""
-    return mock.patch.object(AxisGroup, "receive", lambda self, out, sender: out.zero_())
+    receive = AxisGroup.receive
+    return mock.patch.object(
+        AxisGroup, "receive", lambda self, out, sender: receive(self, out, sender).zero_()
+    )
 
 
 def no_fault() -> AbstractContextManager[Any]:

@@ -156,13 +156,14 @@ def test_map_buffer_refuses_a_file_that_could_shrink(tmp_path: os.PathLike[str])
 
 
 def test_map_cache_closes_every_descriptor_also_when_one_is_refused() -> None:
+    gc.collect()
     before = open_fds()
     cache = MapCache(max_bytes=MIB)
     with pytest.raises(ProtocolError):
         cache.adopt([create_buffer(MIB), os.open(os.devnull, os.O_RDONLY), create_buffer(MIB)])
     cache.clear()
     gc.collect()
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_map_cache_reuses_mappings_within_its_limit() -> None:

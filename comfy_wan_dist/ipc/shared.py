@@ -87,8 +87,11 @@ class SharedBuffer:
                 f"tensor of shape {ref.shape}; it may have {MAX_DIMS} dims, none negative"
             )
         count = math.prod(ref.shape)
+        # Of an empty tensor too: torch works out its strides.
+        span = math.prod(max(length, 1) for length in ref.shape)
         if (
-            ref.offset < 0
+            span * dtype.itemsize > MAX_BUFFER_BYTES
+            or ref.offset < 0
             or ref.offset % dtype.itemsize
             or ref.offset + count * dtype.itemsize > self.size
         ):
