@@ -219,22 +219,27 @@ def count_collectives(
 ) -> tuple[dict[str, tuple[int, int]], tuple[LedgerLine, ...]]:
     """Calls and input bytes of torch's collectives during a forward with its prompts, seen from outside; the ledger.
 
-    The gather of the result counts as an all_to_all_single of `size` copies; the ledger here leaves it out.
+    The gather of the result counts too; the ledger here leaves it out.
     """
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()
 
-    def counted(name: str, argument: int) -> AbstractContextManager[Any]:
+    def counted(op: str, name: str, argument: int) -> AbstractContextManager[Any]:
         original = getattr(dist, name)
 
         def wrapper(*args: Any, **options: Any) -> Any:
-            calls[name] += 1
-            sent[name] += args[argument].numel() * args[argument].element_size()
+            calls[op] += 1
+            sent[op] += args[argument].numel() * args[argument].element_size()
             return original(*args, **options)
 
         return mock.patch.object(dist, name, wrapper)
 
-    with counted("all_reduce", 0), counted("all_to_all_single", 1), counted("all_gather", 1):
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    with (
+        counted("all_reduce", "all_reduce", 0),
+        counted("all_to_all", "all_to_all_single", 1),
+        counted("all_gather", gather, 1),
+    ):
         run = forward_rank(rank, mesh, spec, inputs)
     return {name: (calls[name], sent[name]) for name in calls}, (*run.text_ledger, *run.ledger)
 

@@ -37,6 +37,8 @@ WORKED_EXAMPLE = (
     "121",
     "--devices",
     "8xH100-SXM",
+    "--steps",
+    "50",
 )
 
 
@@ -58,7 +60,9 @@ def test_plan_prints_a_table_without_loading_torch() -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("27280 tokens (31 x 22 x 40), 50 steps")
+    assert done.stdout.startswith(
+        "1280 x 704 pixels (width x height), 121 frames, 27280 tokens (31 x 22 x 40), 50 steps"
+    )
     assert "\nlatency: cfg2-ulysses4. " in done.stdout
     assert "\nthroughput: dp8. " in done.stdout
     assert "\nauto: cfg2-ulysses4. " in done.stdout
