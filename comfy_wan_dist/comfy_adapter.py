@@ -5,6 +5,7 @@ Everything it returns is plain: paths, numbers and CPU float32 tensors.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,10 @@ def build_schedule(
 
     Empty for denoise 0, where KSampler returns its input.
     """
+    if not (math.isfinite(shift) and shift > 0 and 0 <= denoise <= 1):
+        raise ConfigError(
+            f"shift is {shift} and denoise {denoise}; shift must be above 0 and denoise from 0 to 1"
+        )
     if sampler not in SAMPLERS:
         raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(SAMPLERS)}")
     if scheduler == OFFICIAL_SCHEDULER:
@@ -166,7 +171,13 @@ def build_schedule(
         scheduler=scheduler,
         denoise=denoise,
     )
-    sigmas = tuple(stock.sigmas.tolist())
+    # float32 rounding of the shift may lead just above 1: ComfyUI does not mind, the solvers do.
+    sigmas = tuple(min(sigma, 1.0) if sigma < 1.001 else sigma for sigma in stock.sigmas.tolist())
+    if not all(map(math.isfinite, sigmas)):
+        raise ConfigError(
+            f"scheduler {scheduler!r} gives no finite sigmas for {steps} steps at shift {shift}; "
+            "use more steps or another scheduler"
+        )
     return Schedule(
         sigmas=sigmas, timesteps=flow_timesteps(sigmas), start=sigmas[0] if sigmas else 0.0
     )
@@ -230,7 +241,15 @@ def prepare_sampling(
 ) -> SamplingTensors:
     """Noise, normalise and mask a LATENT as a stock KSampler does for this seed and these sigmas."""
     samples = latent_samples(latent)
-    noise = comfy.sample.prepare_noise(samples, seed, latent.get("batch_index"))
+    batch_index = latent.get("batch_index")
+    if batch_index is not None and len(batch_index) != samples.shape[0]:
+        raise ConfigError(
+            f"the latent has {samples.shape[0]} samples but a batch_index of {len(batch_index)}; they must be as many"
+        )
+    # ComfyUI draws the noise in the latent's own dtype.
+    given = latent["samples"]
+    like = given.cpu() if given.is_floating_point() else samples
+    noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
         comfy.latent_formats.Wan22().process_in(samples)
@@ -240,7 +259,7 @@ def prepare_sampling(
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
-        mask = comfy.utils.reshape_mask(mask.to("cpu", torch.float32), noise.shape)
+        mask = full_mask(mask, noise.shape)
         frame_mask = mask.mean(dim=(1, 3, 4))
         if bool((mask == mask[:, :1]).all()):
             mask = mask[:, :1]
@@ -251,6 +270,22 @@ def prepare_sampling(
         frame_mask=frame_mask,
         step_noise=_step_noise(noise, seed, schedule) if sampler == "lcm" else None,
     )
+
+
+def full_mask(mask: Tensor, shape: torch.Size) -> Tensor:
+    """A noise_mask of whatever shape as ComfyUI spreads it over a latent. Raises ConfigError where it cannot."""
+    if not isinstance(mask, Tensor) or mask.dim() < 2 or 0 in mask.shape:
+        raise ConfigError(
+            f"the latent's noise_mask has shape {list(getattr(mask, 'shape', []))}; it must be [batch, height, width] "
+            "or [batch, 1, frames, height, width]"
+        )
+    mask = comfy.utils.reshape_mask(mask.to("cpu", torch.float32), shape)
+    if mask.shape != shape or not bool(torch.isfinite(mask).all()):
+        raise ConfigError(
+            f"the latent's noise_mask covers {list(mask.shape)} of {list(shape)} or holds NaN; "
+            "use a mask of one channel with values from 0 to 1"
+        )
+    return mask
 
 
 def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
@@ -282,18 +317,29 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
     extra = sorted(
         key
         for key, value in options.items()
-        if value is not None and key != "pooled_output" and value != defaults.get(key)
+        if value is not None
+        and key != "pooled_output"
+        and not (isinstance(value, (int, float)) and value == defaults.get(key))
     )
     if extra:
         raise ConfigError(
             f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "
             "connect the output of CLIPTextEncode directly"
         )
-    if not isinstance(embedding, Tensor) or embedding.dim() != 3 or embedding.shape[-1] != text_dim:
+    if (
+        not isinstance(embedding, Tensor)
+        or embedding.dim() != 3
+        or embedding.shape[0] != 1
+        or embedding.shape[-1] != text_dim
+    ):
         shape = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
         raise ConfigError(
             f"the {label} conditioning has shape {shape}; this model needs [1, tokens, {text_dim}]: "
             "encode the prompt with the umT5 text encoder of Wan (CLIPLoader, type wan)"
+        )
+    if not bool(torch.isfinite(embedding).all()):
+        raise ConfigError(
+            f"the {label} conditioning holds NaN or infinite values; encode the prompt again"
         )
     return embedding.to("cpu", torch.float32)
 
@@ -303,6 +349,10 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
 
 def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
     """Scale and centre-crop images [F, H, W, 3+] as Wan22ImageToVideoLatent does; returns [F, height, width, 3]."""
+    if images.dim() != 4 or 0 in images.shape or images.shape[-1] < 3:
+        raise ConfigError(
+            f"the images have shape {list(images.shape)}; they must be [frames, height, width, 3]"
+        )
     scaled = comfy.utils.common_upscale(
         images[..., :3].movedim(-1, 1), width, height, "bilinear", "center"
     )

@@ -337,6 +337,37 @@ def test_prompt_of_another_width_is_refused(refuse: Callable[..., str], seed: in
 
 
 @pytest.mark.parametrize("label", ["positive", "negative"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cfg": float("nan")}, ["cfg is nan"]),
+        ({"shift": float("nan")}, ["shift is nan"]),
+        ({"scheduler": "kl_optimal", "steps": 1, "sampler": "euler"}, ["no finite sigmas"]),
+        (
+            {"scheduler": "exponential", "steps": 200, "shift": 1.0},
+            ["UniPC cannot tell sigma", "fewer steps"],
+        ),
+    ],
+)
+def test_numbers_that_cannot_be_sampled_with_are_refused(
+    refuse: Callable[..., str], seed: int, changes: dict[str, Any], words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed, has_image=False, **changes)
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("shift", [1.32, 4.03, 8.72])
+def test_shift_whose_first_sigma_rounds_above_one_is_sampled(
+    server: ComfyServer, seed: int, shift: float
+) -> None:
+    succeed(server, sampled_latent(seed=seed, steps=2, has_image=False, shift=shift))
+    succeed(
+        server,
+        sampled_latent(seed=seed, steps=2, has_image=False, shift=shift, sampler="wan_unipc"),
+    )
+
+
 def test_prompt_with_several_entries_is_refused(
     refuse: Callable[..., str], seed: int, label: str
 ) -> None:

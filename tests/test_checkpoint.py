@@ -20,7 +20,13 @@ from comfy_wan_dist.mesh.memory import WORKING_BYTES
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import TensorEntry, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
-from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_vae
+from devtools.checkpoints import (
+    TINY_VAE,
+    transformer_weights,
+    vae_weights,
+    write_transformer,
+    write_vae,
+)
 from devtools.mesh_runs import (
     Case,
     LocalJob,
@@ -388,3 +394,22 @@ def test_shard_bytes_count_float32_parameters_as_such() -> None:
     expected = sum(p.untyped_storage().nbytes() for p in model.parameters())
     assert shard_bytes(SHAPE, pp=lone_rank("pp"), tp=tp, dtype=torch.bfloat16) == expected
     assert expected > 2 * SHAPE.parameters_per_rank(2)
+
+
+def test_file_replaced_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_transformer(path, SHAPE, seed=1)
+    runner, agreement = build_local_runner(0, "single")
+    case = Case(name="any", frames=1, height=2, width=2)
+    schedule = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=1.0)
+    request, tensors = build_request(model_spec(path), case.inputs(SHAPE), schedule, mesh="single")
+
+    class ReplacingJob(LocalJob):
+        def report(self, phase: str, done: int, total: int) -> None:
+            if phase == "load" and done < total:
+                os.utime(path, ns=(1, 1))
+
+    with pytest.raises(ModelFileError, match="changed after the job was made"):
+        runner.run(request, ReplacingJob(tensors, agreement))  # type: ignore[arg-type]
+    with pytest.raises(ModelFileError, match="changed after the job was made"):
+        runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]

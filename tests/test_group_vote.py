@@ -11,10 +11,11 @@ from comfy_wan_dist.ipc.errors import (
     ConfigError,
     InsufficientMemoryError,
     JobCancelled,
+    ModelFileError,
     RemoteError,
 )
 from devtools.rank_pool import RankPool
-from workers.parallel.agreement import Agreement
+from workers.parallel.agreement import Agreement, _pack_report, _unpack_report
 
 
 class FileGone(InsufficientMemoryError):
@@ -146,3 +147,11 @@ def test_agreement_of_one_needs_no_group() -> None:
     assert "KeyError" in caught.value.traceback
     with pytest.raises(ValueError, match="group"):
         Agreement(rank=0, size=2, group=None)
+
+
+def test_error_that_names_a_path_of_any_bytes_can_be_reported() -> None:
+    agreement = Agreement(rank=0, size=1, group=None)
+    with pytest.raises(ModelFileError, match="odd"):
+        agreement.agree(ModelFileError("odd \udcff name"))
+    name, message, _ = _unpack_report(_pack_report(ModelFileError("odd \udcff name")))
+    assert (name, message) == ("ModelFileError", "odd \\udcff name")

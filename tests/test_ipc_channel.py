@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from comfy_wan_dist.ipc import channel as channel_module
 from comfy_wan_dist.ipc.channel import MAX_FDS, Channel, ChannelClosed, SocketChannel, memory_pair
-from comfy_wan_dist.ipc.errors import ProtocolError
+from comfy_wan_dist.ipc.errors import ConfigError, ProtocolError
 from comfy_wan_dist.ipc.messages import (
     MESSAGES,
     PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
+    Done,
     Failed,
     Ready,
     TensorRef,
@@ -329,3 +330,8 @@ def test_decode_refuses_a_message_with_one_field_changed(data: st.DataObject) ->
     envelope["body"][field] = value
     with pytest.raises(ProtocolError):
         decode(json.dumps(envelope).encode())
+
+
+def test_number_that_json_has_not_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ConfigError, match="not finite"):
+        encode(Done(id="a", rank=0, seconds=float("nan"), bytes_read=0, ledger=()))

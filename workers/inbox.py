@@ -9,6 +9,7 @@ Imports no torch: the thread runs from the rank's first moments on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -20,7 +21,8 @@ from comfy_wan_dist.ipc.messages import Cancel, Shutdown
 
 def end_process(reason: str, status: int) -> None:
     """End without cleaning up. No logging: its lock may belong to a thread that is stuck."""
-    os.write(2, f"ending: {reason}\n".encode())
+    with contextlib.suppress(OSError):  # a full disk, say
+        os.write(2, f"ending: {reason}\n".encode(errors="replace"))
     os._exit(status)
 
 

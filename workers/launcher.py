@@ -1,6 +1,6 @@
 """Runs one torchrun agent for a group, without a port that other machines could reach.
 
-    python -m workers.launcher --folder F --lifeline FD --ranks N --device cpu|cuda --mesh M
+    python -m workers.launcher --folder F --lifeline FD --client PID --ranks N --device cpu|cuda --mesh M
     --runner MODULE:FUNCTION
 
 Covered: rendezvous over a file instead of torch's store, which listens on every interface and
@@ -12,8 +12,10 @@ ComfyUI's process starts a fresh group.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import select
 import shutil
 import signal
 import threading
@@ -34,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--client", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--mesh", required=True)
@@ -43,7 +46,7 @@ def main() -> int:
     # Before torch, whose import takes seconds.
     watcher = threading.Thread(
         target=watch_lifeline,
-        args=(arguments.lifeline, arguments.folder),
+        args=(arguments.lifeline, arguments.client, arguments.folder),
         name="lifeline",
         daemon=True,
     )
@@ -139,10 +142,17 @@ def register_rendezvous(store_path: Path) -> None:
     rendezvous_handler_registry.register(RENDEZVOUS, create)
 
 
-def watch_lifeline(lifeline: int, folder: Path) -> None:
-    """Wait until ComfyUI lets go of the pipe, then end the ranks and this process at once."""
-    while os.read(lifeline, 1):
-        pass
+def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
+    """Wait until ComfyUI (pid `client`) ends or lets go of the pipe, then end the ranks and this process at once.
+
+    The pipe alone does not tell: whatever ComfyUI forks without an exec keeps its end open.
+    """
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    with contextlib.suppress(ProcessLookupError):
+        poll.register(os.pidfd_open(client), select.POLLIN)
+        if os.getppid() == client:
+            poll.poll()
     # A rank may be starting this moment: look again until none is left. One that slips through
     # finds no socket.
     while kill_descendants():

@@ -17,7 +17,12 @@ from typing import TypeVar
 import torch
 from typing_extensions import assert_never
 
-from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError, JobCancelled
+from comfy_wan_dist.ipc.errors import (
+    ConfigError,
+    InsufficientMemoryError,
+    JobCancelled,
+    ModelFileError,
+)
 from comfy_wan_dist.ipc.messages import (
     DecodeRequest,
     EncodeRequest,
@@ -29,7 +34,7 @@ from comfy_wan_dist.ipc.messages import (
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.validate import validate_model
-from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.header import ModelFile, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
 from .checkpoint.load import build_model, load_weights, shard_bytes
@@ -205,9 +210,13 @@ class PlaneRunner:
                 raise JobCancelled("the job was stopped while the model was loading")
 
         def load() -> int:
-            return load_weights(model, file, tp=tp, report=report)
+            bytes_read = load_weights(model, file, tp=tp, report=report)
+            require_unchanged(read_model_file(spec.path), spec)
+            return bytes_read
 
         self._bytes_read += together(job, load)
+        if spec.compile:
+            together(job, lambda: require_compiler(self._device))
         loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
         self._model = HeldModel(spec=spec, loaded=loaded)
         return loaded
@@ -215,7 +224,9 @@ class PlaneRunner:
     def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> WanFile:
         if spec.dtype not in DTYPES:
             raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(DTYPES)}")
-        file = read_wan_file(read_model_file(spec.path))
+        model_file = read_model_file(spec.path)
+        require_unchanged(model_file, spec)
+        file = read_wan_file(model_file)
         validate_model(degrees, file.shape)
         return file
 
@@ -230,6 +241,7 @@ class PlaneRunner:
             if self._rank != 0:
                 return None
             vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
+            require_unchanged(read_model_file(spec.path), spec)
             self._bytes_read += bytes_read
             return vae
 
@@ -240,6 +252,25 @@ class PlaneRunner:
         gc.collect()  # a compiled block refers to itself
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def require_unchanged(file: ModelFile, spec: ModelSpec | VAESpec) -> None:
+    """Refuse a file that is no longer the one that the job was made for. Raises ModelFileError."""
+    if (file.file_bytes, file.mtime_ns) != (spec.file_bytes, spec.mtime_ns):
+        raise ModelFileError(
+            f"{spec.path} changed after the job was made; run it again when the file is complete"
+        )
+
+
+def require_compiler(device: torch.device) -> None:
+    """Compile something small. Raises ConfigError where torch.compile does not work."""
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        raise ConfigError(
+            f"torch.compile does not work here ({str(error).strip().splitlines()[0][:200]}); "
+            "install a C++ compiler or switch compile off"
+        ) from error
 
 
 def together(job: Job, phase: Callable[[], T]) -> T:

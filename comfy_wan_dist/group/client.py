@@ -34,7 +34,7 @@ from ..ipc.errors import (
     WorkerStopped,
     WorkerTimeout,
 )
-from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request
+from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request, encode
 from ..ipc.shared import BufferPool, Parcel
 from .launch import RunningProcesses
 from .process import ProcessHandle
@@ -216,6 +216,7 @@ class WorkerGroup:
         return self._stop_grace_s is None and not self._ended.is_set()
 
     def _submit(self, request: Request, fds: Sequence[int]) -> _Job:
+        encode(request)  # here, where a number that cannot travel harms nobody but its job
         job = _Job(request, fds)
         with self._lock:
             if not self._takes_jobs():

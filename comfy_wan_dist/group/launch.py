@@ -56,10 +56,13 @@ class GroupLog:
 
     def tail(self) -> str:
         """The last lines of this start."""
-        with open(self.path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._start, end - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        try:
+            with open(self.path, "rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._start, end - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        except OSError as error:
+            return f"(the log cannot be read: {error.strerror})"
         return "\n".join(lines) or "(it wrote nothing)"
 
     def close(self) -> None:
@@ -137,6 +140,7 @@ class RunningProcesses:
         options = {
             "--folder": str(self.listener.folder),
             "--lifeline": str(lifeline),
+            "--client": str(os.getpid()),
             "--ranks": str(spec.world_size),
             "--device": spec.devices.kind,
             "--mesh": str(spec.degrees),

@@ -17,7 +17,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .errors import ProtocolError
+from .errors import ConfigError, ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -220,13 +220,19 @@ M = TypeVar("M")
 
 
 def encode(message: Message) -> bytes:
-    """Message as UTF-8 JSON."""
+    """Message as UTF-8 JSON. Raises ConfigError for NaN and infinity, which JSON has not."""
     body = {
         "version": PROTOCOL_VERSION,
         "kind": type(message).__name__,
         "body": dataclasses.asdict(message),
     }
-    return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    try:
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError as error:
+        raise ConfigError(
+            f"a {type(message).__name__} holds a number that is not finite; "
+            "use finite numbers for cfg, shift and sigmas"
+        ) from error
 
 
 def decode(data: bytes) -> Message:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from math import isclose
+from math import isclose, isfinite
 
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
 from ..group.scheduler import Piece
 from ..handle import ModelHandle
+from ..ipc.errors import ConfigError
 from ..ipc.messages import SampleRequest
 from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, piece_sizes
@@ -115,6 +116,8 @@ class Sampler(io.ComfyNode):
         shift: float,
         denoise: float,
     ) -> io.NodeOutput:
+        if not isfinite(cfg):
+            raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
         is_guided = not isclose(cfg, 1.0)
         resolved = session.resolve(model)
         text_dim = resolved.shape.text_dim

@@ -167,8 +167,8 @@ def _pack_report(error: Exception) -> bytes:
     trace = "".join(traceback.format_exception(error))
     parts = (
         error_name(error).encode()[:_NAME_BYTES],
-        str(error).encode()[:_MESSAGE_BYTES],
-        trace.encode()[-_TRACEBACK_BYTES:],  # its end says most
+        str(error).encode(errors="backslashreplace")[:_MESSAGE_BYTES],
+        trace.encode(errors="backslashreplace")[-_TRACEBACK_BYTES:],  # its end says most
     )
     return _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
 

@@ -301,6 +301,11 @@ def _unipc_rows(
         while order > 1 and math.isinf(lambdas[target - order]):
             order -= 1
         h = lambdas[target] - lambdas[target - 1]
+        if h == 0:
+            raise ConfigError(
+                f"UniPC cannot tell sigma {target - 1} ({sigmas[target - 1]}) from the next one in float32; "
+                "use fewer steps, another scheduler, or the sampler euler"
+            )
         nodes = tuple(
             (lambdas[target - 1 - back] - lambdas[target - 1]) / h for back in range(1, order)
         )
