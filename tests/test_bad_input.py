@@ -336,7 +336,6 @@ def test_prompt_of_another_width_is_refused(refuse: Callable[..., str], seed: in
     assert_says(message, ["positive", "[1, 24, 4096]", "[1, tokens, 64]", "umT5"])
 
 
-@pytest.mark.parametrize("label", ["positive", "negative"])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -368,6 +367,7 @@ def test_shift_whose_first_sigma_rounds_above_one_is_sampled(
     )
 
 
+@pytest.mark.parametrize("label", ["positive", "negative"])
 def test_prompt_with_several_entries_is_refused(
     refuse: Callable[..., str], seed: int, label: str
 ) -> None:
