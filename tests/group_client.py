@@ -2,13 +2,15 @@
 
     python tests/group_client.py LOG MOMENT
 
-MOMENT is where it stays for ever: launched, hello, idle, job, stuck; or leased, where it waits for
+MOMENT is where it stays for ever: launched, hello, idle, forked (idle, with a child that holds its
+descriptors for 20 s), job, stuck; or leased, where it waits for
 an interrupt and ends as ComfyUI does. It prints "there" then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -37,7 +39,10 @@ def main(log: Path, moment: str) -> None:
             time.sleep(0.001)
         stay()
     group = WorkerGroup(starting.wait_ready(threading.Event()))
-    if moment == "idle":
+    if moment == "forked" and os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    if moment in ("idle", "forked"):
         stay()
     with group.parcel() as parcel:
         request = stub_request(parcel, {"job": "sleep:2000", "stuck": "hang"}[moment])

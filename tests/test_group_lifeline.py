@@ -51,6 +51,7 @@ def is_clean(private: Path) -> bool:
         ("hello", 0.0),
         ("hello", 1.0),
         ("idle", 0.0),
+        ("forked", 0.0),
         ("job", 0.0),
         ("stuck", 0.0),
     ],
