@@ -183,6 +183,10 @@ def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None
 
 def scatter_sums(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
     """reduce_scatter of one tensor, under the name that this torch has for it."""
+    if x.device.type == "cpu":
+        # gloo's form for one tensor copies it; NCCL's form for a list does.
+        dist.reduce_scatter(out, list(x.split(out.shape[0])), group=group)
+        return
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, x, group=group)
 
