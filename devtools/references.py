@@ -72,9 +72,14 @@ def build_diffusers_vae(config: VAEConfig, weights: Mapping[str, Tensor]) -> Any
         patch_size=2,
         scale_factor_spatial=16,
     )
-    names = _vae_names(config)
-    reference.load_state_dict({renamed(name, names): value for name, value in weights.items()})
+    renamed_weights = {diffusers_vae_name(name, config): value for name, value in weights.items()}
+    reference.load_state_dict(renamed_weights)
     return reference.eval().requires_grad_(False)
+
+
+def diffusers_vae_name(name: str, config: VAEConfig) -> str:
+    """The name in diffusers of the VAE's tensor with this official name."""
+    return renamed(name, _vae_names(config))
 
 
 def _vae_names(config: VAEConfig) -> tuple[tuple[str, str], ...]:

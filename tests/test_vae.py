@@ -8,7 +8,6 @@ are skipped.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from devtools.references import build_diffusers_vae, diffusers_vae_name
 from workers.vae.layers import CausalConv3d, ChannelNorm, FrameAttention, FrameConv2d, FrameHistory
 from workers.vae.wan22 import VAEConfig, WanVAE, expected_shapes, patchify, unpatchify
 
@@ -90,59 +90,6 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).abs().max() / expected.abs().max()).item()
 
 
-def diffusers_name(name: str, config: VAEConfig) -> str:
-    """The name in diffusers of the tensor with this official name."""
-    levels = {
-        "downsamples": ("down_blocks", "downsampler", config.encoder_res_blocks),
-        "upsamples": ("up_blocks", "upsampler", config.decoder_res_blocks),
-    }
-    for official, (blocks, step, res_blocks) in levels.items():
-        name = re.sub(
-            rf"{official}\.(\d+)\.{official}\.{res_blocks}\.", rf"{blocks}.\1.{step}.", name
-        )
-        name = re.sub(rf"{official}\.(\d+)\.{official}\.(\d+)\.", rf"{blocks}.\1.resnets.\2.", name)
-    replacements = {
-        r"^conv1\.": "quant_conv.",
-        r"^conv2\.": "post_quant_conv.",
-        r"^(encoder|decoder)\.conv1\.": r"\1.conv_in.",
-        r"\.head\.0\.": ".norm_out.",
-        r"\.head\.2\.": ".conv_out.",
-        r"\.middle\.0\.": ".mid_block.resnets.0.",
-        r"\.middle\.1\.": ".mid_block.attentions.0.",
-        r"\.middle\.2\.": ".mid_block.resnets.1.",
-        r"\.residual\.0\.": ".norm1.",
-        r"\.residual\.2\.": ".conv1.",
-        r"\.residual\.3\.": ".norm2.",
-        r"\.residual\.6\.": ".conv2.",
-        r"\.shortcut\.": ".conv_shortcut.",
-    }
-    for pattern, replacement in replacements.items():
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
-def build_diffusers_vae(vae: WanVAE) -> nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    config = vae.config
-    reference = AutoencoderKLWan(
-        base_dim=config.encoder_dim,
-        decoder_base_dim=config.decoder_dim,
-        z_dim=config.z_dim,
-        dim_mult=list(config.dim_mult),
-        num_res_blocks=config.encoder_res_blocks,
-        temperal_downsample=list(config.temporal_levels),
-        is_residual=True,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        scale_factor_spatial=16,
-    )
-    weights = {diffusers_name(name, config): value for name, value in vae.state_dict().items()}
-    reference.load_state_dict(weights, strict=True)
-    return reference.eval().requires_grad_(False)
-
-
 @pytest.fixture(scope="module")
 def tiny_vae() -> WanVAE:
     return build_vae(TINY)
@@ -150,7 +97,7 @@ def tiny_vae() -> WanVAE:
 
 @pytest.fixture(scope="module")
 def diffusers_vae(tiny_vae: WanVAE) -> nn.Module:
-    return build_diffusers_vae(tiny_vae)
+    return build_diffusers_vae(tiny_vae.config, tiny_vae.state_dict())
 
 
 @pytest.mark.parametrize("shape", LATENT_SHAPES)
@@ -181,7 +128,7 @@ def test_encode_matches_diffusers(
 
 def test_other_sizes_match_diffusers() -> None:
     vae = build_vae(OTHER)
-    reference = build_diffusers_vae(vae)
+    reference = build_diffusers_vae(vae.config, vae.state_dict())
     z, pixels = random_latent((2, 3, 2, 3), OTHER.z_dim), random_pixels((2, 9, 32, 48))
     assert relative_error(vae.decode(z), reference.decode(z).sample) < 2e-5
     expected = reference.encode(pixels).latent_dist.mode()
@@ -194,7 +141,10 @@ def test_16_bit_errors_are_not_larger_than_those_of_diffusers(
     z, pixels = random_latent((1, 2, 3, 5), TINY.z_dim), random_pixels((1, 5, 48, 80))
     exact_decode, exact_encode = tiny_vae.decode(z), tiny_vae.encode(pixels)
     for dtype in (torch.bfloat16, torch.float16):
-        ours, theirs = build_vae(TINY).to(dtype), build_diffusers_vae(tiny_vae).to(dtype)
+        ours, theirs = (
+            build_vae(TINY).to(dtype),
+            build_diffusers_vae(tiny_vae.config, tiny_vae.state_dict()).to(dtype),
+        )
         decoded, encoded = ours.decode(z), ours.encode(pixels)
         assert decoded.dtype == encoded.dtype == dtype
         for actual, exact, reference in (
@@ -350,7 +300,7 @@ def test_config_refuses_other_files() -> None:
         "conv2.weight": (16, 16, 1, 1, 1),
         "decoder.upsamples.0.residual.2.weight": (384, 384, 3, 3, 3),
     }
-    renamed = {diffusers_name(name, TINY): shape for name, shape in shapes.items()}
+    renamed = {diffusers_vae_name(name, TINY): shape for name, shape in shapes.items()}
     for other, reason in (
         (wan21, "Wan2.1 VAE"),
         (renamed, "names of diffusers"),
