@@ -48,7 +48,20 @@ MESHES = (
     "pp3",
     "cfg2-pp2-tp2",
     "ring2-ulysses2-tp2-sp",
+    "ulysses2-fsdp",
+    "cfg2-pp2-tp2-fsdp",
+    "dp2-cfg2-ulysses2",
 )
+"""What every case of CASES runs on."""
+SIZED_MESHES = (
+    "ring4",
+    "ring2-ulysses2",
+    "ring8",
+    "ring4-ulysses2",
+    "cfg2-ring2-ulysses2",
+    "ring4-tp2-sp",
+)
+"""What every case of SIZES runs on: 4 and 8 ranks."""
 SOLVERS = ("euler", "uni_pc")
 SIGMAS = (1.0, 0.9375, 0.8333, 0.625, 0.0)
 """Four steps at shift 5; ComfyUI's `simple` gives nearly these."""
@@ -138,6 +151,24 @@ CASES = (
         frame_mask=((0, 1, 1), (0, 0.5, 1)),
     ),
 )
+
+
+SIZES = tuple(
+    Case(
+        name=f"121x480x{16 * columns}",
+        frames=31,
+        height=30,
+        width=columns,
+        frame_mask=((0, *(1,) * 30),),
+    )
+    for columns in (52, 46)
+)
+"""Videos of real length: 12090 and 10695 tokens, 31 frames, which 4 and 8 ranks do not divide."""
+TWO_HEADS = WanShape(dim=256, ffn_dim=256, num_layers=1, in_dim=48, out_dim=48, text_dim=64)
+"""Small enough for SIZES."""
+MANY_HEADS = WanShape(dim=3072, ffn_dim=128, num_layers=1, in_dim=48, out_dim=48, text_dim=64)
+"""The 24 heads of TI2V-5B, which 5 ranks do not divide."""
+MANY_HEADS_MESH = "ring5"
 
 
 class LocalJob:
@@ -260,8 +291,10 @@ def forward_rank(
     if compile_backend is not None:
         groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
-    model = build_model(file.shape, pp=groups.pp, tp=groups.tp, dtype=torch.float32, device=CPU)
-    load_weights(model, file, tp=groups.tp, report=lambda done, total: None)
+    model = build_model(
+        file.shape, pp=groups.pp, tp=groups.tp, fsdp=groups.fsdp, dtype=torch.float32, device=CPU
+    )
+    load_weights(model, file, tp=groups.tp, fsdp=groups.fsdp, report=lambda done, total: None)
     loaded = finish_model(model, groups, compile_backend=compile_backend)
     residuals: list[Tensor] = []
     if compile_backend is None:
@@ -288,6 +321,7 @@ def forward_rank(
         )
         ledger = groups.ledger.lines()
         tokens = gather_tokens(velocity, run.shards, groups)
+        tokens = groups.dp.gather_rows(tokens, run.samples.sizes)
     return ForwardRun(
         velocity=unpatchify(tokens, run.grid).contiguous(),
         text_ledger=text_ledger,
@@ -299,11 +333,16 @@ def forward_rank(
 def matrix_rank(
     rank: int, mesh: str, spec: ModelSpec, cases: tuple[Case, ...], solvers: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Rank 0: every case's forward, and its 4-step run with every solver, by the name of the table's row."""
+    """Rank 0: every case's forward, and its run with every solver, by the name of the table's row.
+
+    Left out: batches with fewer samples than the mesh has planes.
+    """
     shape = read_wan_file(read_model_file(spec.path)).shape
     runner, agreement = build_local_runner(rank, mesh)
     results: dict[str, Tensor] = {}
     for case in cases:
+        if case.batch < mesh_degrees(mesh).dp:
+            continue
         inputs = case.inputs(shape)
         results[f"{case.name}, one forward"] = forward_rank(rank, mesh, spec, inputs).velocity
         for solver in solvers:

@@ -33,16 +33,23 @@ from comfy_wan_dist.conditioning_file import TEXT_DIM
 from comfy_wan_dist.conditioning_file import save as save_conditioning
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.mesh.shape import WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
 from devtools.comfy_server import PACK_FOLDER, ComfyServer, ComfyServerError, find_comfyui
 from devtools.mesh_runs import (
     CASES,
     CPU,
     FORWARD_LIMIT,
+    MANY_HEADS,
+    MANY_HEADS_MESH,
     MESHES,
     RUN_LIMIT,
+    SIZED_MESHES,
+    SIZES,
     SOLVERS,
+    TWO_HEADS,
     Case,
+    Inputs,
     forward_rank,
     matrix_rank,
     mesh_degrees,
@@ -132,6 +139,13 @@ def all_rows(base: Path) -> Iterator[Row]:
     spec = model_spec(base / "models" / "diffusion_models" / MODEL_NAME)
     with RankPool() as pool:
         yield from mesh_rows(pool, spec)
+        for shape, cases, meshes in (
+            (TWO_HEADS, SIZES, SIZED_MESHES),
+            (MANY_HEADS, (CASES[2],), (MANY_HEADS_MESH,)),
+        ):
+            path = base / "sized.safetensors"
+            save_file(transformer_weights(shape, seed=1), path)
+            yield from forward_rows(pool, model_spec(path), shape, cases, meshes)
     yield from diffusers_rows(spec, base / "models" / "vae" / VAE_NAME)
     yield from comfyui_rows(base)
 
@@ -179,6 +193,34 @@ def mesh_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
             limit = FORWARD_LIMIT if case.endswith("one forward") else RUN_LIMIT
             yield compare(
                 result, expected[case], mesh=mesh, case=case, reference="single", limit=limit
+            )
+
+
+def forward_rows(
+    pool: RankPool,
+    spec: ModelSpec,
+    shape: WanShape,
+    cases: tuple[Case, ...],
+    meshes: tuple[str, ...],
+) -> Iterator[Row]:
+    """One forward of every case on every mesh, for sizes at which more would take too long."""
+    for case in cases:
+        inputs = case.inputs(shape)
+
+        def velocity(mesh: str, inputs: Inputs = inputs) -> Tensor:
+            ranks = mesh_degrees(mesh).world_size
+            runs = pool.run(ranks, forward_rank, mesh, spec, inputs, timeout_s=RUN_TIMEOUT_S)
+            return runs[0].velocity
+
+        expected = velocity("single")
+        for mesh in meshes:
+            yield compare(
+                velocity(mesh),
+                expected,
+                mesh=mesh,
+                case=f"{case.name}, {shape.num_heads} heads, one forward",
+                reference="single",
+                limit=FORWARD_LIMIT,
             )
 
 

@@ -28,6 +28,7 @@ from devtools.mesh_runs import (
     build_local_runner,
     build_request,
     forward_rank,
+    mesh_degrees,
 )
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
@@ -36,6 +37,7 @@ from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
 from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
+from workers.parallel.weights import BookedGather, local_part
 
 T = TypeVar("T")
 
@@ -202,6 +204,17 @@ def no_residual() -> AbstractContextManager[Any]:
     )
 
 
+def no_weight_gather() -> AbstractContextManager[Any]:
+    """Each rank takes its own part of a block for the parts of all."""
+
+    def own_part(
+        self: BookedGather, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any
+    ) -> None:
+        output_tensor.view(self.fsdp.size, -1).copy_(input_tensor.clone())
+
+    return mock.patch.object(BookedGather, "__call__", own_part)
+
+
 def no_fault() -> AbstractContextManager[Any]:
     return ExitStack()
 
@@ -256,6 +269,22 @@ def compiled_forward(
     before = counters["stats"]["unique_graphs"]
     run = forward_rank(rank, mesh, spec, inputs, backend)
     return run, counters["stats"]["unique_graphs"] - before
+
+
+def held_weight_bytes(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
+) -> int:
+    """Memory of the model's weights after a job."""
+    runner, agreement = build_local_runner(rank, mesh)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    assert runner._model is not None
+    groups = runner._plane.for_mesh(mesh_degrees(mesh))
+    storages = (
+        local_part(parameter, groups.fsdp)[0].untyped_storage()
+        for parameter in runner._model.loaded.model.parameters()
+    )
+    return sum(storage.nbytes() for storage in storages)
 
 
 class StoppingJob(LocalJob):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
+import rank_programs
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import Done, LedgerLine
@@ -22,17 +23,17 @@ from comfy_wan_dist.mesh.hardware import (
     parse_pool,
 )
 from comfy_wan_dist.mesh.job import PlannedJob
-from comfy_wan_dist.mesh.memory import rank_memory, weight_bytes
+from comfy_wan_dist.mesh.layout import coordinates
+from comfy_wan_dist.mesh.memory import block_bytes, rank_memory, weight_bytes
 from comfy_wan_dist.mesh.plan import Plan, make_plan
 from comfy_wan_dist.mesh.report import job_text, plan_text, plan_values, shown_options
 from comfy_wan_dist.mesh.seconds import predict_seconds
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape, video_grid
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.plan_chart import WIDTH, draw_plan
-from devtools.checkpoints import TINY_TRANSFORMER
-from devtools.mesh_runs import mesh_degrees
-from workers.checkpoint.load import shard_bytes
-from workers.parallel.collectives import AxisGroup, Ledger
+from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.mesh_runs import Case, Schedule, mesh_degrees, model_spec
+from devtools.rank_pool import RankPool
 
 GB = 10**9
 GRID = video_grid(height=704, width=1280, frames=121)
@@ -203,22 +204,51 @@ def test_every_option_is_valid_and_listed_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", ["single", "tp2", "pp2", "pp2-tp4"])
-def test_weight_bytes_equal_what_the_rank_allocates(mesh: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "mesh", ["single", "tp2", "pp2", "pp2-tp4", "ulysses2-fsdp", "ring3-fsdp", "cfg2-pp2-tp2-fsdp"]
+)
+def test_weight_bytes_equal_what_a_rank_holds_after_a_job(
+    mesh: str, dtype: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    write_transformer(tmp_path / "m.safetensors", TINY_TRANSFORMER, seed=0)
     degrees = mesh_degrees(mesh)
+    held = rank_pool.run(
+        degrees.world_size,
+        rank_programs.held_weight_bytes,
+        mesh,
+        model_spec(tmp_path / "m.safetensors", dtype=dtype),
+        Case(name="any", frames=2, height=4, width=4).inputs(TINY_TRANSFORMER),
+        Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=5.0),
+    )
+    for rank, bytes_held in enumerate(held):
+        stage = coordinates(degrees, rank)["pp"]
+        assert weight_bytes(TINY_TRANSFORMER, degrees, stage=stage, dtype=dtype) == bytes_held
 
-    def axis(name: str, rank: int) -> AxisGroup:
-        ranks = tuple(range(degrees.degree(name)))
-        return AxisGroup(axis=name, ranks=ranks, rank=rank, group=None, ledger=Ledger())
 
-    for stage in range(degrees.pp):
-        allocated = shard_bytes(
-            TINY_TRANSFORMER,
-            pp=axis("pp", stage),
-            tp=axis("tp", 0),
-            dtype=getattr(torch, dtype),
-        )
-        assert weight_bytes(TINY_TRANSFORMER, degrees, stage=stage, dtype=dtype) == allocated
+def test_fsdp_cuts_blocks_and_leaves_the_rest_whole() -> None:
+    whole, cut = (
+        weight_bytes(TI2V_5B, mesh_degrees(mesh), stage=0, dtype="bfloat16")
+        for mesh in ("ulysses8", "ulysses8-fsdp")
+    )
+    blocks = TI2V_5B.num_layers * block_bytes(TI2V_5B, tp=1, parts=1, dtype="bfloat16")
+    assert cut == pytest.approx(whole - 7 / 8 * blocks, rel=0.01)
+    assert blocks > 0.95 * whole
+
+
+def test_fsdp_is_planned_where_replicas_do_not_fit() -> None:
+    fits = next(o for o in plan("4xH100-SXM").options if str(o.mesh) == "cfg2-ulysses2")
+    assert fits.fits
+    meshes = {str(option.mesh): option for option in plan("4x3090", dtype="float32").options}
+    assert not meshes["ulysses4"].fits
+    assert meshes["ulysses4-fsdp"].memory.total < meshes["ulysses4"].memory.total
+    assert "fsdp" in dict(meshes["ulysses4-fsdp"].sent)
+    assert not any(option.mesh.fsdp for option in plan("4xH100-SXM").options)
+
+
+def test_a_job_on_a_plane_with_fsdp_is_never_cut_into_sub_planes() -> None:
+    plane = mesh_degrees("ulysses4-fsdp")
+    mesh = choose_job_mesh(plane, TI2V_5B, GRID, batch=4, guided=True, is_auto=True)
+    assert str(mesh) == "cfg2-ulysses2-fsdp"
 
 
 def test_sequence_parallel_saves_between_the_pairs() -> None:

@@ -96,6 +96,12 @@ PLANES: dict[str, tuple[Run, ...]] = {
     "pp2": (Run(mesh="pp2", batch=2, has_text_per_sample=True), Run(mesh="pp2", guided=False)),
     "cfg2-pp2-tp2": (Run(mesh="cfg2-pp2-tp2", batch=2), Run(mesh="dp2-pp2-tp2", batch=3)),
     "pp2-tp2-sp": (Run(mesh="pp2-tp2-sp", batch=2),),
+    "ulysses2-fsdp": (
+        Run(mesh="ulysses2-fsdp"),
+        Run(mesh="cfg2-fsdp", batch=2),
+        Run(mesh="ring2-fsdp", guided=False),
+    ),
+    "cfg2-pp2-tp2-fsdp": (Run(mesh="cfg2-pp2-tp2-fsdp", batch=2),),
     "cfg2-ulysses2-tp2": (
         Run(mesh="cfg2-ulysses2-tp2"),
         Run(mesh="ring2-ulysses2-tp2", guided=False),
@@ -130,6 +136,7 @@ TYPED = [
     *((plane, "float32") for plane in PLANES),
     ("cfg2-ulysses2-tp2", "bfloat16"),
     ("pp2-tp2-sp", "bfloat16"),
+    ("ulysses2-fsdp", "bfloat16"),
 ]
 
 
@@ -377,6 +384,7 @@ def peak_of_blocks(
         ("single", "bfloat16"),
         ("single", "float32"),
         ("tp2", "bfloat16"),
+        ("tp4", "float32"),
         ("tp4-sp", "float32"),
         ("ulysses2", "bfloat16"),
         ("ring2", "bfloat16"),

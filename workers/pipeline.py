@@ -33,11 +33,12 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
+from comfy_wan_dist.mesh.memory import gathered_bytes, weight_bytes
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.header import ModelFile, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
-from .checkpoint.load import build_model, load_weights, shard_bytes
+from .checkpoint.load import build_model, load_weights
 from .checkpoint.memory import free_memory, validate_memory
 from .checkpoint.vae import load_vae
 from .loaded import LoadedModel, finish_model
@@ -188,19 +189,24 @@ class PlaneRunner:
         # The old model goes first: two do not fit where one was sized to.
         self._model = None
         self._release_memory()
-        tp, dtype = groups.tp, DTYPES[spec.dtype]
+        tp, fsdp, dtype = groups.tp, groups.fsdp, DTYPES[spec.dtype]
 
         def allocate() -> WanModel:
+            weights = weight_bytes(
+                file.shape, groups.degrees, stage=groups.pp.rank, dtype=spec.dtype
+            )
             validate_memory(
                 file.shape,
                 groups.degrees,
                 ranks=self._plane.layout.world_size,
-                shard_bytes=shard_bytes(file.shape, pp=groups.pp, tp=tp, dtype=dtype),
+                shard_bytes=weights + gathered_bytes(file.shape, groups.degrees, dtype=spec.dtype),
                 bytes_per_parameter=dtype.itemsize,
                 device=self._device,
                 free_bytes=free_memory(self._device),
             )
-            return build_model(file.shape, pp=groups.pp, tp=tp, dtype=dtype, device=self._device)
+            return build_model(
+                file.shape, pp=groups.pp, tp=tp, fsdp=fsdp, dtype=dtype, device=self._device
+            )
 
         model = together(job, allocate)
 
@@ -210,7 +216,7 @@ class PlaneRunner:
                 raise JobCancelled("the job was stopped while the model was loading")
 
         def load() -> int:
-            bytes_read = load_weights(model, file, tp=tp, report=report)
+            bytes_read = load_weights(model, file, tp=tp, fsdp=fsdp, report=report)
             require_unchanged(read_model_file(spec.path), spec)
             return bytes_read
 

@@ -1,8 +1,8 @@
 """What `auto` chooses, for a plane and for each of its jobs, and why.
 
 Latency of one video: CFG first when there is guidance, then Ulysses up to the head limit, and a ring for ranks that
-the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, stages only where that does
-not do.
+the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, fsdp where that does not do,
+stages last.
 A batch is cut into sub-planes first: its samples need nothing from each other.
 How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`.
 """
@@ -25,7 +25,7 @@ LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
 
 
 def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterator[MeshDegrees]:
-    """Every mesh of one plane of at most `device_count` ranks, without sp."""
+    """Every mesh of one plane of at most `device_count` ranks, without flags."""
     for tp in allowed_tp(shape):
         for ulysses in allowed_ulysses(shape, tp):
             for cfg in (1, 2) if guided else (1,):
@@ -37,7 +37,15 @@ def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterato
 
 def preference(mesh: MeshDegrees) -> tuple[int, ...]:
     """Larger is better for the latency of one video, among meshes that fit."""
-    return (-mesh.pp, mesh.world_size, -mesh.tp, not mesh.sp, mesh.cfg, mesh.ulysses)
+    return (
+        -mesh.pp,
+        mesh.world_size,
+        not mesh.fsdp,
+        -mesh.tp,
+        not mesh.sp,
+        mesh.cfg,
+        mesh.ulysses,
+    )
 
 
 def choose_mesh(
@@ -59,6 +67,7 @@ def choose_mesh(
         return max(planes, key=preference)
     job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
     planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
+    planes += [replace(mesh, fsdp=True) for mesh in planes if mesh.replicas > 1]
     needs = {mesh: peak_bytes(job, mesh) for mesh in planes}
     fitting = [mesh for mesh in planes if needs[mesh] <= device_memory]
     return max(fitting, key=preference) if fitting else min(planes, key=lambda mesh: needs[mesh])
@@ -111,6 +120,10 @@ def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | Non
         reasons.append(
             "sp: the tp ranks share the tokens between the cut layers, which saves activations."
         )
+    if mesh.fsdp:
+        reasons.append(
+            f"fsdp: {mesh.replicas} ranks share each block's weights and gather them when it runs, which saves memory."
+        )
     return " ".join(reasons) or "single: one device does everything, and nothing is sent."
 
 
@@ -137,7 +150,7 @@ def choose_job_mesh(
     candidates = []
     for dp, cfg, ulysses in product(range(1, batch + 1), (1, 2) if guided else (1,), heads):
         ring, rest = divmod(replicas, dp * cfg * ulysses)
-        if rest or batch % dp or (not is_auto and dp > 1):
+        if rest or batch % dp or (dp > 1 and (plane.fsdp or not is_auto)):
             continue
         mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
         if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):

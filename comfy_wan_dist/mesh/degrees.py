@@ -1,7 +1,8 @@
 """Degrees of parallelism and their one spelling.
 
 A mesh is written `single`, `auto`, or axis names with their degrees joined by dashes in the order
-dp, cfg, pp, ring, ulysses, tp, then flags: `cfg2-ulysses2-tp2`, `tp4-sp`. Axes left out have degree 1.
+dp, cfg, pp, ring, ulysses, tp, then the flags sp and fsdp: `cfg2-ulysses2-tp2`, `tp4-sp`, `ulysses2-fsdp`. Axes left
+out have degree 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ AXES = ("dp", "cfg", "pp", "ring", "ulysses", "tp")
 """Outermost first: the last axis changes fastest with the rank and gets the fastest link."""
 
 IMPLEMENTED_AXES = AXES
+FLAGS = ("sp", "fsdp")
 MAX_DEGREE = 1024
 
 
@@ -31,6 +33,8 @@ class MeshDegrees:
     tp: int = 1
     sp: bool = False
     """Megatron sequence parallelism: the tp ranks also share the tokens between the cut layers."""
+    fsdp: bool = False
+    """The replicas of a plane share the blocks' weights and gather each block when it runs."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -44,16 +48,25 @@ class MeshDegrees:
                 f"cfg{self.cfg} is not possible: guidance has two branches (prompt and negative prompt), "
                 "so cfg is 1 or 2; use ulysses or tp for more ranks"
             )
-
         if self.sp and self.tp == 1:
             raise MeshError(
                 "sp shares the tokens between the ranks of tp, but tp is 1; write tp2-sp or leave sp out"
+            )
+        if self.fsdp and self.replicas == 1:
+            raise MeshError(
+                "fsdp shares the weights between the ranks of cfg, ring and ulysses, but all of these are 1; "
+                "write ulysses2-fsdp or leave fsdp out"
             )
 
     @property
     def cp(self) -> int:
         """Context-parallel degree: into how many shards the tokens are cut."""
         return self.ring * self.ulysses
+
+    @property
+    def replicas(self) -> int:
+        """Ranks of a plane that have the same part of the weights."""
+        return self.cfg * self.cp
 
     @property
     def plane_size(self) -> int:
@@ -70,8 +83,7 @@ class MeshDegrees:
 
     def __str__(self) -> str:
         parts = [f"{axis}{self.degree(axis)}" for axis in AXES if self.degree(axis) > 1]
-        if self.sp:
-            parts.append("sp")
+        parts += [flag for flag in FLAGS if getattr(self, flag)]
         return "-".join(parts) or "single"
 
 
@@ -88,14 +100,18 @@ def parse_mesh(text: str) -> MeshDegrees | None:
         return MeshDegrees()
     degrees: dict[str, int] = {}
     parts = cleaned.split("-")
-    sp = parts[-1] == "sp" and len(parts) > 1
-    for part in parts[:-1] if sp else parts:
+    flags = []
+    while len(parts) > 1 and parts[-1] in FLAGS:
+        flags.insert(0, parts.pop())
+    if flags != [flag for flag in FLAGS if flag in flags]:
+        raise MeshError(f"mesh {text!r}: flags go last, each once, in the order {', '.join(FLAGS)}")
+    for part in parts:
         match = re.fullmatch(r"([a-z]+)([0-9]{1,6})", part)
         if match is None or match[1] not in AXES:
             raise MeshError(
                 f"mesh {text!r}: {part!r} is not an axis with a degree; write auto, single, or axes out of "
                 f"{', '.join(AXES)} with their degrees, such as cfg2-ulysses2-tp2, "
-                "with sp last"
+                f"with {' and '.join(FLAGS)} last"
             )
         if match[1] in degrees:
             raise MeshError(f"mesh {text!r} names {match[1]} twice; name each axis once")
@@ -103,4 +119,4 @@ def parse_mesh(text: str) -> MeshDegrees | None:
     if list(degrees) != [axis for axis in AXES if axis in degrees]:
         ordered = "-".join(f"{axis}{degrees[axis]}" for axis in AXES if axis in degrees)
         raise MeshError(f"mesh {text!r}: axes go in the order {', '.join(AXES)}; write {ordered}")
-    return MeshDegrees(**degrees, sp=sp)
+    return MeshDegrees(**degrees, sp="sp" in flags, fsdp="fsdp" in flags)

@@ -2,8 +2,8 @@
 
 rank = ((((dp*CFG + cfg)*PP + pp)*RING + ring)*ULYSSES + ulysses)*TP + tp
 
-A loaded plane can serve a job on another mesh as long as no rank needs other weights: pp, tp and sp stay, while dp,
-cfg, ring and ulysses only replicate them. `job_ranks` says which rank then plays which part.
+A loaded plane can serve a job on another mesh as long as no rank needs other weights: pp, tp and the flags stay, while
+dp, cfg, ring and ulysses only replicate them. `job_ranks` says which rank then plays which part.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def weight_layout(degrees: MeshDegrees) -> MeshDegrees:
 
     The replicating axes are written as one ring, which any number of ranks can form.
     """
-    replicas = degrees.dp * degrees.cfg * degrees.cp
-    return replace(degrees, dp=1, cfg=1, ring=replicas, ulysses=1)
+    return replace(degrees, dp=1, cfg=1, ring=degrees.dp * degrees.replicas, ulysses=1)
 
 
 def job_ranks(layout: MeshDegrees, job: MeshDegrees) -> tuple[int, ...]:
@@ -70,7 +69,12 @@ def job_ranks(layout: MeshDegrees, job: MeshDegrees) -> tuple[int, ...]:
     if weight_layout(job) != weight_layout(layout):
         raise MeshError(
             f"mesh {job} cannot run on a group loaded as {weight_layout(layout)}: "
-            "pp, tp, sp and the number of ranks must stay"
+            "pp, tp, sp, fsdp and the number of ranks must stay"
+        )
+    if job.fsdp and job.dp > 1:
+        raise MeshError(
+            f"mesh {job} cuts a batch between ranks that share weights with fsdp; all of them must run every block "
+            "together, so dp must be 1"
         )
     players = []
     for rank in range(job.world_size):

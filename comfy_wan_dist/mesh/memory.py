@@ -35,17 +35,22 @@ STATE_TENSORS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes of one rank during a job. text: keys and values. state: latents and tables. working: libraries, buffers."""
+    """Bytes of one rank during a job. text: keys and values. state: latents and tables. working: libraries, buffers.
+
+    gathered: whole blocks that fsdp holds for as long as they run.
+    """
 
     weights: int
     text: int
     state: int
     activations: int
+    gathered: int = 0
     working: int = WORKING_BYTES
 
     @property
     def total(self) -> int:
-        return self.weights + self.text + self.state + self.activations + self.working
+        held = self.weights + self.gathered
+        return held + self.text + self.state + self.activations + self.working
 
 
 def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
@@ -60,24 +65,46 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
         text=2 * text_rows * (dim // degrees.tp) * job.item_bytes,
         state=STATE_TENSORS * tokens.sp.size * latent + rope,
         activations=activation_bytes(job, degrees, share),
+        gathered=gathered_bytes(job.shape, degrees, dtype=job.dtype),
     )
 
 
 def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
     """Of the weights of a rank of stage `stage`. Norms, modulation and the time embedding stay float32."""
-    d, f, tp = shape.dim, shape.ffn_dim // degrees.tp, degrees.tp
+    d = shape.dim
     blocks = stage_blocks(shape.num_layers, stages=degrees.pp, stage=stage).size
-    attention = 4 * d * d // tp + 3 * d // tp + d
-    block, block_float = 2 * attention + 2 * d * f + f + d, 4 * d // tp + 2 * d + 6 * d
-    typed = blocks * block + d * shape.text_dim + d + d * d + d
-    floats = blocks * block_float + d * shape.freq_dim + d + d * d + d + 6 * d * d + 6 * d
+    typed = d * shape.text_dim + d + d * d + d
+    floats = d * shape.freq_dim + d + d * d + d + 6 * d * d + 6 * d
     if stage == 0:
         pt, ph, pw = PATCH_SIZE
         typed += d * shape.in_dim * pt * ph * pw + d
     if stage == degrees.pp - 1:
         typed += shape.token_dim * d + shape.token_dim
         floats += 2 * d
-    return typed * DTYPE_BYTES[dtype] + floats * DTYPE_BYTES["float32"]
+    ends = typed * DTYPE_BYTES[dtype] + floats * DTYPE_BYTES["float32"]
+    parts = degrees.replicas if degrees.fsdp else 1
+    return blocks * block_bytes(shape, tp=degrees.tp, parts=parts, dtype=dtype) + ends
+
+
+def block_bytes(shape: WanShape, *, tp: int, parts: int, dtype: str) -> int:
+    """Of a tp rank's weights of one block, or of one of the `parts` that fsdp cuts them into.
+
+    Rows of dim 0 are cut, each parameter by itself, and padded where they do not divide.
+    """
+    d, f, cut = shape.dim, shape.ffn_dim // tp, shape.dim // tp
+    column, row = [(cut, d), (cut, 1)], [(d, cut), (d, 1)]
+    typed = 2 * (3 * column + row) + [(f, d), (f, 1), (d, f), (d, 1)]
+    floats = 4 * [(cut, 1)] + 2 * [(d, 1)] + [(1, 6 * d)]
+
+    def items(parameters: list[tuple[int, int]]) -> int:
+        return sum(-(-rows // parts) * width for rows, width in parameters)
+
+    return items(typed) * DTYPE_BYTES[dtype] + items(floats) * DTYPE_BYTES["float32"]
+
+
+def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
+    """Of the whole blocks that a rank holds for a moment with fsdp: the one that runs, the next one, its buffer."""
+    return 3 * block_bytes(shape, tp=degrees.tp, parts=1, dtype=dtype) if degrees.fsdp else 0
 
 
 def activation_bytes(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> int:

@@ -66,7 +66,7 @@ def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
     if not pool.devices:
         raise ConfigError("there is no device to plan for; name one or more, such as 8xH100-SXM")
     options = sorted(
-        (weigh_mesh(job, mesh, pool) for mesh in candidates(job, pool.count)),
+        weigh_meshes(job, pool),
         key=lambda option: (not option.fits, option.seconds.video),
     )
     device = pool.weakest
@@ -100,6 +100,15 @@ def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
         throughput=_busiest(job, pool, options),
         auto=auto,
     )
+
+
+def weigh_meshes(job: PlannedJob, pool: DevicePool) -> Iterator[MeshOption]:
+    """All candidates; those that do not fit also with fsdp."""
+    for mesh in candidates(job, pool.count):
+        option = weigh_mesh(job, mesh, pool)
+        yield option
+        if not option.fits and mesh.replicas > 1:
+            yield weigh_mesh(job, replace(mesh, fsdp=True), pool)
 
 
 def candidates(job: PlannedJob, device_count: int) -> Iterator[MeshDegrees]:
@@ -141,7 +150,7 @@ def weigh_mesh(job: PlannedJob, mesh: MeshDegrees, pool: DevicePool) -> MeshOpti
         memory=memory,
         fits=memory.total <= device.memory,
         step_flops=max(rank_flops(job, degrees, rank).step for rank in ranks),
-        sent=tuple((axis, round(sent[axis])) for axis in (*AXES, "cp") if axis in sent),
+        sent=tuple((axis, round(sent[axis])) for axis in (*AXES, "cp", "fsdp") if axis in sent),
         seconds=seconds,
         videos_per_hour=(1 if shares_batch else mesh.dp) * job.batch * 3600 / seconds.video,
     )

@@ -1,7 +1,7 @@
 """Seconds of a step and of a video: arithmetic, plus what is sent, less what overlaps.
 
-Each collective costs a latency and its bytes over the link. Only the ring's transfers run beside arithmetic; its
-attention comes in parts, whose merging in float32 passes through memory. Of the ranks the one with the longest shards
+Each collective costs a latency and its bytes over the link. Only the ring's transfers and the gathers of weights run
+beside arithmetic; a ring's attention comes in parts, whose merging in float32 passes through memory. Of the ranks the one with the longest shards
 is counted, of the stages the slowest.
 Not covered: other users of a shared bus, and everything whose work is not counted in flops.py.
 """
@@ -18,8 +18,9 @@ from .layout import stage_ranks
 from .pipeline import bubble
 from .traffic import When, transfers
 
-RING_HIDDEN = 0.5
-"""Guess: the share of the ring's transfers that hides behind attention, which slows down meanwhile."""
+HIDDEN = 0.5
+"""Guess: the share of the ring's transfers that hides behind attention, which slows down meanwhile; and of the weights'
+behind everything."""
 MERGE_BYTES = 24
 """Read and written to merge one number of a part of the attention: two casts, three reads, a write, in float32."""
 
@@ -74,21 +75,24 @@ class _Stage:
 
 def _stage(job: PlannedJob, degrees: MeshDegrees, rank: int, can: Calibration) -> _Stage:
     flops = rank_flops(job, degrees, rank)
-    exchange = beside = once = 0.0
+    exchange = beside = weights = once = 0.0
     for transfer in transfers(job, degrees, rank):
         seconds = transfer.calls * (can.latency + transfer.sent_bytes / can.link)
         if transfer.when is When.JOB:
             once += seconds
         elif transfer.axis == "ring":
             beside += seconds
+        elif transfer.axis == "fsdp":
+            weights += seconds
         else:
             exchange += seconds
     attention = flops.block_calls * flops.block.attention / can.rate
     # What the last part attends to has arrived: nothing is sent meanwhile.
-    covered = min(RING_HIDDEN * beside, attention * (degrees.ring - 1) / degrees.ring)
+    covered = min(HIDDEN * beside, attention * (degrees.ring - 1) / degrees.ring)
+    compute = flops.step / can.rate + _merge_bytes(job, degrees, rank) / can.memory
     return _Stage(
-        compute=flops.step / can.rate + _merge_bytes(job, degrees, rank) / can.memory,
-        exchange=exchange + beside - covered,
+        compute=compute,
+        exchange=exchange + beside - covered + weights - min(HIDDEN * weights, compute),
         once=once + flops.text / can.rate,
     )
 

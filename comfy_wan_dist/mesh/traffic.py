@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..ipc.messages import LedgerLine
 from .degrees import MeshDegrees
 from .job import DTYPE_BYTES, Counting, PlannedJob, RankShare, rank_share
+from .memory import block_bytes
 from .shape import HEAD_DIM
 
 STATE = "float32"
@@ -67,6 +68,7 @@ def transfers(
     return tuple(
         transfer
         for part in (
+            _weights(job, degrees, share, counting),
             _text(job, degrees, share, counting),
             _pipeline(job, degrees, share),
             _context(job, degrees, share),
@@ -94,6 +96,29 @@ def predict_ledger(
         LedgerLine(op=key[0], axis=key[1], dtype=key[2], calls=calls[key], bytes=total[key])
         for key in sorted(calls)
     )
+
+
+def _weights(
+    job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
+) -> Iterator[Transfer]:
+    if not degrees.fsdp:
+        return
+    once = When.JOB if counting is Counting.RUN else When.STEP
+    for what, forwards, when in (
+        ("blocks, for the text's keys and values", len(share.branches), once),
+        ("blocks, for each forward", share.forwards, When.STEP),
+    ):
+        yield Transfer(
+            what=what,
+            op="all_gather",
+            axis="fsdp",
+            ranks=degrees.replicas,
+            # Norms are float32 whatever the rest is: then the bytes travel as such.
+            dtype=job.dtype if job.dtype == "float32" else "uint8",
+            bytes=block_bytes(job.shape, tp=degrees.tp, parts=degrees.replicas, dtype=job.dtype),
+            calls=forwards * share.blocks,
+            when=when,
+        )
 
 
 def _text(

@@ -14,18 +14,25 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import FLOAT32_PARAMETERS, WanModel
 from workers.parallel.collectives import AxisGroup
-from workers.parallel.plan import parameter_slice
+from workers.parallel.plan import Slice, parameter_slice
 from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
+from workers.parallel.weights import apply_weight_sharding, local_part
 
 from .allocate import allocate_parameters
 from .reader import TensorReader
 
 
 def build_model(
-    shape: WanShape, *, pp: AxisGroup, tp: AxisGroup, dtype: torch.dtype, device: torch.device
+    shape: WanShape,
+    *,
+    pp: AxisGroup,
+    tp: AxisGroup,
+    fsdp: AxisGroup | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> WanModel:
-    """This rank's shard with memory allocated and no values in it."""
+    """This rank's shard with memory allocated and no values in it. Without `fsdp` no rank shares its weights."""
     with init_empty_weights(include_buffers=True):
         model = WanModel(shape)
         select_stage(model, pp)
@@ -34,14 +41,14 @@ def build_model(
     def dtype_of(name: str) -> torch.dtype:
         return torch.float32 if any(part in name for part in FLOAT32_PARAMETERS) else dtype
 
-    allocate_parameters(model, dtype_of=dtype_of, device=device)
+    if fsdp is None or fsdp.size == 1:
+        allocate_parameters(model, dtype_of=dtype_of, device=device)
+    else:
+        # Cut before there is memory: no rank ever holds a whole replica.
+        allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
+        apply_weight_sharding(model, fsdp, device=device)
+        model.to_empty(device=device)
     return model.eval()
-
-
-def shard_bytes(shape: WanShape, *, pp: AxisGroup, tp: AxisGroup, dtype: torch.dtype) -> int:
-    """Bytes of this rank's shard, from a meta model."""
-    model = build_model(shape, pp=pp, tp=tp, dtype=dtype, device=torch.device("meta"))
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def load_weights(
@@ -49,6 +56,7 @@ def load_weights(
     file: WanFile,
     *,
     tp: AxisGroup,
+    fsdp: AxisGroup | None = None,
     report: Callable[[int, int], None],
 ) -> int:
     """Stream the file's weights into `model`; returns the bytes asked of the file.
@@ -64,7 +72,14 @@ def load_weights(
         for name in names:
             entry = file.entries[name]
             part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
-            reader.read_into(parameters[name], entry, part)
+            first = part.start if part is not None and part.dim == 0 else 0
+            target, rows = local_part(parameters[name], fsdp)
+            reader.read_into(
+                target,
+                entry,
+                rows=Slice(dim=0, start=first + rows.start, stop=first + rows.stop),
+                columns=part if part is not None and part.dim == 1 else None,
+            )
             percent = 100 * done // total
             done += entry.stop - entry.start
             if 100 * done // total > percent:

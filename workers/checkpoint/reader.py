@@ -47,21 +47,27 @@ class TensorReader:
             os.close(descriptor)
         self._files.clear()
 
-    def read_into(self, target: Tensor, entry: TensorEntry, part: Slice | None) -> None:
-        """Fill `target` (contiguous; any float type and device) with the entry or with its slice.
+    def read_into(
+        self,
+        target: Tensor,
+        entry: TensorEntry,
+        *,
+        rows: Slice | None = None,
+        columns: Slice | None = None,
+    ) -> None:
+        """Fill `target` (contiguous; any float type and device) with the entry, or with slices of its dims 0 and 1.
 
-        Slices of dim 0 read only their bytes, slices of dim 1 pass over whole rows. Raises ModelFileError.
+        Only the bytes of `rows` are read; a slice of columns passes over whole rows. Raises ModelFileError.
         """
-        if part is not None and part.dim == 0:
-            row_bytes = (entry.stop - entry.start) // entry.shape[0]
-            start, stop = entry.start + part.start * row_bytes, entry.start + part.stop * row_bytes
-            self._read_rows(target.view(-1), entry, start, stop)
-        elif part is not None and part.dim == 1:
-            self._read_columns(target, entry, part)
+        start = entry.start
+        if rows is not None:
+            start += rows.start * ((entry.stop - entry.start) // entry.shape[0])
+        if columns is None:
+            self._read_rows(target.view(-1), entry, start)
         else:
-            self._read_rows(target.view(-1), entry, entry.start, entry.stop)
+            self._read_columns(target, entry, start, columns)
 
-    def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int, stop: int) -> None:
+    def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int) -> None:
         dtype = TORCH_TYPES[entry.dtype]
         if flat.device.type == "cpu" and flat.dtype == dtype and flat.numel():
             self._pread(entry.path, flat.view(torch.uint8).numpy().data, start)
@@ -71,13 +77,13 @@ class TensorReader:
             piece = flat[first : first + items]
             piece.copy_(self._buffered(entry, start + first * dtype.itemsize, piece.numel()))
 
-    def _read_columns(self, target: Tensor, entry: TensorEntry, part: Slice) -> None:
-        rows, columns = entry.shape[0], entry.shape[1]
+    def _read_columns(self, target: Tensor, entry: TensorEntry, start: int, part: Slice) -> None:
+        rows, columns = target.shape[0], entry.shape[1]
         itemsize = TORCH_TYPES[entry.dtype].itemsize
         at_once = max(1, BUFFER_BYTES // (columns * itemsize))
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
-            whole = self._buffered(entry, entry.start + first * columns * itemsize, count * columns)
+            whole = self._buffered(entry, start + first * columns * itemsize, count * columns)
             target[first : first + count] = whole.view(count, columns)[:, part.start : part.stop]
 
     def _buffered(self, entry: TensorEntry, start: int, items: int) -> Tensor:

@@ -33,6 +33,6 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
     allocate_parameters(vae, dtype_of=lambda _: dtype, device=device)
     with TensorReader() as reader:
         for name, parameter in vae.named_parameters():
-            reader.read_into(parameter, entries[name], None)
+            reader.read_into(parameter, entries[name])
         vae.arrange_weights()
         return vae.eval(), reader.bytes_read

@@ -192,6 +192,9 @@ class Block(nn.Module):
         )
         self.modulation = nn.Parameter(torch.zeros(1, 6, dim))
 
+    def encode_text(self, text_BSD: Tensor) -> TextKeysValues:
+        return self.cross_attn.encode_text(text_BSD)
+
     def forward(
         self,
         x: Tensor,
@@ -251,8 +254,7 @@ class WanModel(nn.Module):
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
         """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""
         text = self.text_embedding(context.to(self.dtype))
-        attentions = (cast(CrossAttention, block.cross_attn) for block in self.blocks.values())
-        return tuple(attention.encode_text(text) for attention in attentions)
+        return tuple(cast(Block, block).encode_text(text) for block in self.blocks.values())
 
     def forward(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.layout import groups, job_ranks
+from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups, job_ranks
 
 from .collectives import AxisGroup, Ledger
 
@@ -17,6 +17,7 @@ class MeshGroups:
     """This rank's axes. Axes of degree 1 are there too, as identities.
 
     rank is the one in the plane. cp is ring and ulysses together: all ranks that share the tokens of one branch.
+    fsdp: the ranks that share weights, the same for every job of a plane.
     """
 
     degrees: MeshDegrees
@@ -28,6 +29,7 @@ class MeshGroups:
     ulysses: AxisGroup
     cp: AxisGroup
     tp: AxisGroup
+    fsdp: AxisGroup
     ledger: Ledger
 
 
@@ -42,6 +44,8 @@ class PlaneGroups:
         self.rank = rank
         self.ledger = Ledger()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        # Groups of its own, so that gathering the next block's weights does not queue up with a block's exchanges.
+        self._weight_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def for_mesh(self, degrees: MeshDegrees) -> MeshGroups:
         """Groups of a mesh with this plane's weights. Raises MeshError for another one.
@@ -51,19 +55,10 @@ class PlaneGroups:
         players = job_ranks(self.layout, degrees)
 
         def axis_group(name: str, *axes: str) -> AxisGroup:
-            own: tuple[int, ...] = (self.rank,)
-            for job_group in groups(degrees, axes):
-                ranks = tuple(players[rank] for rank in job_group)
-                self._make(ranks)
-                if self.rank in ranks:
-                    own = ranks
-            return AxisGroup(
-                axis=name,
-                ranks=own,
-                rank=own.index(self.rank),
-                group=self._groups[own],
-                ledger=self.ledger,
-            )
+            rank_sets = [
+                tuple(players[rank] for rank in job_group) for job_group in groups(degrees, axes)
+            ]
+            return self._join(name, rank_sets, self._groups)
 
         ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
         if ring.size > 1 and ulysses.size > 1:
@@ -80,11 +75,28 @@ class PlaneGroups:
             ulysses=ulysses,
             cp=cp,
             tp=axis_group("tp", "tp"),
+            fsdp=self._join(
+                "fsdp",
+                groups(self.layout, REPLICATING_AXES if degrees.fsdp else ()),
+                self._weight_groups,
+            ),
             ledger=self.ledger,
         )
 
-    def _make(self, ranks: tuple[int, ...]) -> None:
-        if ranks in self._groups:
-            return
-        assert list(ranks) == sorted(ranks), "new_group numbers its ranks in ascending order"
-        self._groups[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+    def _join(
+        self,
+        name: str,
+        rank_sets: list[tuple[int, ...]],
+        made: dict[tuple[int, ...], dist.ProcessGroup | None],
+    ) -> AxisGroup:
+        """This rank's group out of all of an axis; those that are not in `made` yet are made."""
+        own: tuple[int, ...] = (self.rank,)
+        for ranks in rank_sets:
+            if ranks not in made:
+                assert list(ranks) == sorted(ranks), "new_group numbers its ranks in ascending order"
+                made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = ranks
+        return AxisGroup(
+            axis=name, ranks=own, rank=own.index(self.rank), group=made[own], ledger=self.ledger
+        )
