@@ -7,7 +7,7 @@ tensor. FLOPs are compared with what torch's own counter sees, activations with 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -37,7 +37,7 @@ from devtools.mesh_runs import (
     sample_rank,
 )
 from devtools.rank_pool import RankPool
-from workers.model.wan import WanModel
+from workers.model.wan import Block, WanModel
 
 MIB = 2**20
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
@@ -344,6 +344,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
+        self.now = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -359,7 +360,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        self.now = sum(size for _, size in self._live.values())
+        self.peak = max(self.peak, self.now)
         return out
 
 
@@ -413,3 +415,37 @@ def test_planned_activations_are_what_a_rank_holds(
         text_tokens=(20, 20),
     )
     assert rank_memory(job, degrees, 0).activations == pytest.approx(held[0], rel=0.05)
+
+
+def held_before_queries(
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
+) -> int:
+    """Bytes of activations when self-attention's first column-parallel layer begins."""
+    original, live, held = WanModel.run_blocks, LiveBytes(), []
+
+    def watched(self: WanModel, *arguments: Any) -> torch.Tensor:
+        block = cast(Block, self.blocks["0"])
+        hook = block.self_attn.q.register_forward_pre_hook(lambda *_: held.append(live.now))
+        with live:
+            out = original(self, *arguments)
+        hook.remove()
+        return out
+
+    with mock.patch.object(WanModel, "run_blocks", watched):
+        sample_rank(rank, mesh, spec, inputs, schedule)
+    return held[0]
+
+
+def test_sequence_parallel_holds_less_between_the_pairs(
+    rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Residual and norm output are 2*N*D without sp; with it 2*N*D / tp, and one N*D that is gathered."""
+    path = tmp_path_factory.getbasetemp() / "wide.safetensors"
+    if not path.exists():
+        write_transformer(path, WIDE, seed=0)
+    inputs = Inputs(noisy=torch.randn(1, 48, 4, 20, 20), cond=torch.randn(1, 20, WIDE.text_dim))
+    schedule = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=1.0)
+    residual = 400 * WIDE.dim * 4
+    for mesh, expected in (("tp4", 2 * residual), ("tp4-sp", (2 / 4 + 1) * residual)):
+        held = rank_pool.run(4, held_before_queries, mesh, model_spec(path), inputs, schedule)
+        assert held == pytest.approx([expected] * 4, rel=0.1), mesh

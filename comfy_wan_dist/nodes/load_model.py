@@ -41,8 +41,9 @@ class LoadModel(io.ComfyNode):
                     default="auto",
                     tooltip="How to cut the work: auto, single, or axes with degrees in the order dp, cfg, pp, ring, "
                     "ulysses, tp, such as dp2-cfg2-ulysses2. dp runs videos side by side, cfg (1 or 2) splits prompt "
-                    "and negative prompt, pp the blocks, ring and ulysses the video's tokens, tp the weights. The "
-                    "product of the degrees is the number of GPUs used.",
+                    "and negative prompt, pp the blocks, ring and ulysses the video's tokens, tp the weights; at the "
+                    "end sp (with tp) saves activations, fsdp weights. The product of the degrees is the number of "
+                    "GPUs used.",
                 ),
                 io.String.Input(
                     "devices",
