@@ -18,6 +18,7 @@ from statistics import median
 
 ERROR_LEVEL = 0.02
 """How often a verdict may be wrong; six rounds that agree are enough for it."""
+FEWEST_ROUNDS = 6
 
 TOO_NOISY = "the machine was too noisy for a verdict"
 
@@ -101,8 +102,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Run `things`, each returning its seconds, in rounds until every limit has a verdict.
 
-    The first round warms up and is not counted. Stops early when the measured seconds exceed `budget_s`. On ranks,
-    every rank decides alike as long as the things return the same seconds on all of them.
+    The first round warms up and is not counted. Stops early when the measured seconds exceed `budget_s`, but not before
+    a verdict was possible. On ranks, every rank decides alike as long as the things return the same seconds on all of
+    them.
     """
     names = list(things)
     spent = sum(things[name]() for name in names)
@@ -113,7 +115,7 @@ def interleave(
             spent += times[name][-1]
         limited = [comparison for comparison in comparisons if comparison.limit is not None]
         has_enough = all(comparison.is_met(times) is not None for comparison in limited)
-        if index >= 2 and (has_enough or spent > budget_s):
+        if index + 1 >= FEWEST_ROUNDS and (has_enough or spent > budget_s):
             break
     return times
 
