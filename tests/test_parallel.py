@@ -219,6 +219,16 @@ def test_ledger_of_guidance_exchange(forward: Callable[..., list[ForwardRun]]) -
     assert exchanges == [line("all_gather", "cfg", 1, 14 * 192 * ITEM)]
 
 
+@pytest.mark.parametrize("mesh", ["ulysses2-tp2", "ring2", "pp2", "ulysses2-fsdp"])
+def test_ledger_says_how_long_each_op_took(
+    mesh: str, forward: Callable[..., list[ForwardRun]]
+) -> None:
+    for run in forward(mesh, ODD):
+        for entry in run.ledger:
+            # Loopback moves no more than 50 GB/s, and a forward of this size takes no minute.
+            assert entry.bytes / 50e9 < entry.seconds < 60, entry
+
+
 def test_ledger_of_single_process_is_empty(forward: Callable[..., list[ForwardRun]]) -> None:
     (run,) = forward("single", ODD)
     assert run.ledger == run.text_ledger == ()

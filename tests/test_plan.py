@@ -384,9 +384,13 @@ def test_chart_bars_are_as_long_as_the_seconds() -> None:
 
 
 def test_job_text_adds_up_the_ranks() -> None:
-    line = LedgerLine(op="all_to_all", axis="ulysses", dtype="bfloat16", calls=3, bytes=2**20)
+    line = LedgerLine(
+        op="all_to_all", axis="ulysses", dtype="bfloat16", calls=3, bytes=2**20, seconds=0.25
+    )
+    slower = replace(line, seconds=0.5)
     answers = [
-        Done(id="a", rank=rank, seconds=rank + 0.5, bytes_read=7, ledger=(line,)) for rank in (0, 1)
+        Done(id="a", rank=rank, seconds=rank + 0.5, bytes_read=7, ledger=(line if rank else slower,))
+        for rank in (0, 1)
     ]
     text = job_text(MeshDegrees(ulysses=2), answers)
     assert text.splitlines()[0] == "mesh ulysses2, 2 ranks, 1.50 s, 14 bytes read from disk"
@@ -397,6 +401,7 @@ def test_job_text_adds_up_the_ranks() -> None:
         "6",
         "2.00",
         "1.00",
+        "0.500",
     ]
     silent = [replace(answer, ledger=()) for answer in answers]
     assert "nothing was sent" in job_text(MeshDegrees(), silent)

@@ -14,7 +14,7 @@ import json
 import math
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import ConfigError, ProtocolError
@@ -158,13 +158,17 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerLine:
-    """What one rank sent through one collective of one axis during a job."""
+    """What one rank sent through one collective of one axis during a job.
+
+    seconds: how long the calls held the rank, waiting for others included; lines that differ only here are equal.
+    """
 
     op: str
     axis: str
     dtype: str
     calls: int
     bytes: int
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -187,19 +187,28 @@ def job_text(mesh: MeshDegrees, answers: Sequence[Done]) -> str:
 
 
 def ledger_text(ledgers: Sequence[Sequence[LedgerLine]]) -> str:
-    """What the ranks of a job counted: per op and axis all calls and bytes, and the rank with most bytes."""
+    """What the ranks of a job counted: per op and axis all calls and bytes, the most bytes and seconds of a rank."""
     calls: Counter[tuple[str, str, str]] = Counter()
     total: Counter[tuple[str, str, str]] = Counter()
     most: dict[tuple[str, str, str], int] = {}
+    longest: dict[tuple[str, str, str], float] = {}
     for line in (line for ledger in ledgers for line in ledger):
         key = (line.axis, line.op, line.dtype)
         calls[key] += line.calls
         total[key] += line.bytes
         most[key] = max(most.get(key, 0), line.bytes)
+        longest[key] = max(longest.get(key, 0.0), line.seconds)
     if not calls:
         return "no collectives: nothing was sent between ranks"
     rows = [
-        [*key, str(calls[key]), f"{total[key] / MIB:.2f}", f"{most[key] / MIB:.2f}"]
+        [
+            *key,
+            str(calls[key]),
+            f"{total[key] / MIB:.2f}",
+            f"{most[key] / MIB:.2f}",
+            f"{longest[key]:.3f}",
+        ]
         for key in sorted(calls)
     ]
-    return table(("axis", "op", "dtype", "calls", "MiB, all ranks", "MiB, one rank"), rows)
+    head = ("axis", "op", "dtype", "calls", "MiB, all ranks", "MiB, one rank", "s, one rank")
+    return table(head, rows)

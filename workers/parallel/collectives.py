@@ -1,7 +1,7 @@
 """Collectives of one mesh axis, and the ledger of what they send.
 
-Every operation takes its group from an `AxisGroup`, is the identity at size 1, and books op, axis, dtype, calls
-and bytes. Bytes are the size of what the rank puts into the operation (for a gather its own shard), rows that only
+Every operation takes its group from an `AxisGroup`, is the identity at size 1, and books op, axis, dtype, calls,
+bytes and time. Bytes are the size of what the rank puts into the operation (for a gather its own shard), rows that only
 fill up a shorter shard included; mesh planning predicts them. The share that crosses a link follows from the group's
 size. A broadcast is booked by its sender, a transfer by the rank that sends.
 
@@ -10,8 +10,10 @@ Compiled blocks take their groups from compile.py, which keeps these functions o
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,30 +24,77 @@ from torch import Tensor
 from comfy_wan_dist.ipc.messages import LedgerLine
 
 
+LineKey = tuple[str, str, str]
+"""op, axis, dtype."""
+Span = Callable[[], float]
+"""Seconds, once they are known."""
+
+
 class Ledger:
     """Counts of one rank. Lines are keyed by (op, axis, dtype)."""
 
     def __init__(self) -> None:
-        self._calls: Counter[tuple[str, str, str]] = Counter()
-        self._bytes: Counter[tuple[str, str, str]] = Counter()
+        self._calls: Counter[LineKey] = Counter()
+        self._bytes: Counter[LineKey] = Counter()
+        self._spans: dict[LineKey, list[Span]] = {}
 
-    def book(self, op: str, axis: str, *tensors: Tensor) -> None:
-        """One call that takes `tensors`, which are of one type."""
+    def book(self, op: str, axis: str, *tensors: Tensor) -> Stopwatch:
+        """One call that takes `tensors`, of one type and device. The time spent in the returned context is its."""
         key = (op, axis, str(tensors[0].dtype).removeprefix("torch."))
         self._calls[key] += 1
         self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return Stopwatch(self._spans.setdefault(key, []), tensors[0].device)
 
     def clear(self) -> None:
         self._calls.clear()
         self._bytes.clear()
+        self._spans.clear()
 
     def lines(self) -> tuple[LedgerLine, ...]:
+        """Waits for the device, if it has not come to the last call yet."""
         return tuple(
             LedgerLine(
-                op=key[0], axis=key[1], dtype=key[2], calls=self._calls[key], bytes=self._bytes[key]
+                op=key[0],
+                axis=key[1],
+                dtype=key[2],
+                calls=self._calls[key],
+                bytes=self._bytes[key],
+                seconds=sum(span() for span in self._spans.get(key, [])),
             )
             for key in sorted(self._calls)
         )
+
+
+class Stopwatch:
+    """Times a block: by the clock on the CPU, by events on the stream of a CUDA device."""
+
+    def __init__(self, spans: list[Span], device: torch.device) -> None:
+        self._spans = spans
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._start = self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        start, end = self._start, self._mark()
+        if isinstance(start, float) and isinstance(end, float):
+            seconds = end - start
+            self._spans.append(lambda: seconds)
+        else:
+            self._spans.append(lambda: seconds_between(start, end))
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Waits for `end`."""
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +103,12 @@ class Incoming:
 
     tensor: Tensor
     transfers: tuple[dist.Work, ...]
+    stopwatch: Stopwatch | None = None
 
     def wait(self) -> Tensor:
-        for transfer in self.transfers:
-            transfer.wait()
+        with self.stopwatch or contextlib.nullcontext():
+            for transfer in self.transfers:
+                transfer.wait()
         return self.tensor
 
 
@@ -83,8 +134,8 @@ class AxisGroup:
         if self.size == 1:
             return x
         x = x.contiguous()
-        self.ledger.book("all_reduce", self.axis, x)
-        dist.all_reduce(x, group=self.group)
+        with self.ledger.book("all_reduce", self.axis, x):
+            dist.all_reduce(x, group=self.group)
         return x
 
     def all_to_all(self, x: Tensor, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -92,9 +143,9 @@ class AxisGroup:
         if self.size == 1:
             return x
         x = x.contiguous()
-        self.ledger.book("all_to_all", self.axis, x)
         out = x.new_empty((sum(receive), *x.shape[1:]))
-        dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
+        with self.ledger.book("all_to_all", self.axis, x):
+            dist.all_to_all_single(out, x, list(receive), list(send), group=self.group)
         return out
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -102,9 +153,9 @@ class AxisGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         x = x.contiguous()
-        self.ledger.book("all_gather", self.axis, x)
         out = x.new_empty((self.size, *x.shape))
-        gather_into(out, x, self.group)
+        with self.ledger.book("all_gather", self.axis, x):
+            gather_into(out, x, self.group)
         return out
 
     def pass_on(self, x: Tensor, *, receive: int) -> Incoming:
@@ -112,7 +163,7 @@ class AxisGroup:
         if self.size == 1:
             return Incoming(tensor=x, transfers=())
         x = x.contiguous()
-        self.ledger.book("send", self.axis, x)
+        stopwatch = self.ledger.book("send", self.axis, x)
         out = x.new_empty((receive, *x.shape[1:]))
         # Peers are numbered over the plane, whatever the group: rank 1 of the group [2, 3] is 3.
         following = self.ranks[(self.rank + 1) % self.size]
@@ -123,15 +174,15 @@ class AxisGroup:
                 dist.P2POp(dist.irecv, out, previous, self.group),
             ]
         )
-        return Incoming(tensor=out, transfers=tuple(transfers))
+        return Incoming(tensor=out, transfers=tuple(transfers), stopwatch=stopwatch)
 
     def send(self, x: Tensor, to: int) -> Incoming:
         """Start sending x to rank `to` of the group (not at size 1); wait before x is written again."""
         x = x.contiguous()
-        self.ledger.book("send", self.axis, x)
+        stopwatch = self.ledger.book("send", self.axis, x)
         transfer = dist.isend(x, self.ranks[to], group=self.group)
         assert transfer is not None
-        return Incoming(tensor=x, transfers=(transfer,))
+        return Incoming(tensor=x, transfers=(transfer,), stopwatch=stopwatch)
 
     def receive(self, out: Tensor, sender: int) -> Tensor:
         """Fill `out` with what rank `sender` of the group sends."""
@@ -142,9 +193,9 @@ class AxisGroup:
         """x of rank `sender` on every rank, in place."""
         if self.size == 1:
             return x
-        if self.rank == sender:
-            self.ledger.book("broadcast", self.axis, x)
-        dist.broadcast(x, self.ranks[sender], group=self.group)
+        sending = self.rank == sender
+        with self.ledger.book("broadcast", self.axis, x) if sending else contextlib.nullcontext():
+            dist.broadcast(x, self.ranks[sender], group=self.group)
         return x
 
     def gather_rows(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -155,9 +206,9 @@ class AxisGroup:
         if self.size == 1:
             return x
         padded = pad_rows(x.contiguous(), max(sizes))
-        self.ledger.book("all_gather", self.axis, padded)
         out = padded.new_empty((self.size, *padded.shape))
-        gather_into(out, padded, self.group)
+        with self.ledger.book("all_gather", self.axis, padded):
+            gather_into(out, padded, self.group)
         if len(set(sizes)) == 1:
             return out.flatten(0, 1)
         return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
@@ -169,9 +220,9 @@ class AxisGroup:
         x = x.contiguous()
         if len(set(sizes)) > 1:
             x = torch.cat([pad_rows(part, max(sizes)) for part in x.split(list(sizes))])
-        self.ledger.book("reduce_scatter", self.axis, x)
         out = x.new_empty((max(sizes), *x.shape[1:]))
-        scatter_sums(out, x, self.group)
+        with self.ledger.book("reduce_scatter", self.axis, x):
+            scatter_sums(out, x, self.group)
         return out[: sizes[self.rank]]
 
 

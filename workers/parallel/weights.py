@@ -39,9 +39,11 @@ class BookedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.fsdp.ledger.book("all_gather", self.fsdp.axis, input_tensor)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        with self.fsdp.ledger.book("all_gather", self.fsdp.axis, input_tensor):
+            work: dist.Work | None = gather(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
         return work
 
 
