@@ -139,8 +139,12 @@ def tensor_file(tmp_path: Path, tensor: Tensor) -> TensorEntry:
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 24, 100, 2**20])
-@pytest.mark.parametrize("columns", [None, Slice(dim=1, start=0, stop=4), Slice(dim=1, start=5, stop=6)])
-@pytest.mark.parametrize("rows", [None, Slice(dim=0, start=3, stop=8), Slice(dim=0, start=9, stop=9)])
+@pytest.mark.parametrize(
+    "columns", [None, Slice(dim=1, start=0, stop=4), Slice(dim=1, start=5, stop=6)]
+)
+@pytest.mark.parametrize(
+    "rows", [None, Slice(dim=0, start=3, stop=8), Slice(dim=0, start=9, stop=9)]
+)
 def test_reading_does_not_depend_on_the_buffer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

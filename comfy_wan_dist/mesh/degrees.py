@@ -100,7 +100,7 @@ def parse_mesh(text: str) -> MeshDegrees | None:
         return MeshDegrees()
     degrees: dict[str, int] = {}
     parts = cleaned.split("-")
-    flags = []
+    flags: list[str] = []
     while len(parts) > 1 and parts[-1] in FLAGS:
         flags.insert(0, parts.pop())
     if flags != [flag for flag in FLAGS if flag in flags]:

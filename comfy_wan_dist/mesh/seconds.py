@@ -1,8 +1,8 @@
 """Seconds of a step and of a video: arithmetic, plus what is sent, less what overlaps.
 
 Each collective costs a latency and its bytes over the link. Only the ring's transfers and the gathers of weights run
-beside arithmetic; a ring's attention comes in parts, whose merging in float32 passes through memory. Of the ranks the one with the longest shards
-is counted, of the stages the slowest.
+beside arithmetic; a ring's attention comes in parts, whose merging in float32 passes through memory. Of the ranks the
+one with the longest shards is counted, of the stages the slowest.
 Not covered: other users of a shared bus, and everything whose work is not counted in flops.py.
 """
 

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LedgerLine
 
-
 LineKey = tuple[str, str, str]
 """op, axis, dtype."""
 Span = Callable[[], float]
@@ -43,7 +42,8 @@ class Ledger:
         key = (op, axis, str(tensors[0].dtype).removeprefix("torch."))
         self._calls[key] += 1
         self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return Stopwatch(self._spans.setdefault(key, []), tensors[0].device)
+        kind = StreamStopwatch if tensors[0].device.type == "cuda" else Stopwatch
+        return kind(self._spans.setdefault(key, []))
 
     def clear(self) -> None:
         self._calls.clear()
@@ -66,35 +66,35 @@ class Ledger:
 
 
 class Stopwatch:
-    """Times a block: by the clock on the CPU, by events on the stream of a CUDA device."""
+    """Times a block by the clock; the span goes to `spans`."""
 
-    def __init__(self, spans: list[Span], device: torch.device) -> None:
+    def __init__(self, spans: list[Span]) -> None:
         self._spans = spans
-        self._device = device
 
     def __enter__(self) -> None:
-        self._start = self._mark()
+        self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        start, end = self._start, self._mark()
-        if isinstance(start, float) and isinstance(end, float):
-            seconds = end - start
-            self._spans.append(lambda: seconds)
-        else:
-            self._spans.append(lambda: seconds_between(start, end))
-
-    def _mark(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        seconds = time.perf_counter() - self._start
+        self._spans.append(lambda: seconds)
 
 
-def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Waits for `end`."""
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
+class StreamStopwatch(Stopwatch):
+    """The same for the current stream of a CUDA device, without waiting for it."""
+
+    def __enter__(self) -> None:
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin.record()
+
+    def __exit__(self, *_: object) -> None:
+        begin, end = self._begin, torch.cuda.Event(enable_timing=True)
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return float(begin.elapsed_time(end)) / 1000
+
+        self._spans.append(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,9 @@ class PlaneGroups:
         own: tuple[int, ...] = (self.rank,)
         for ranks in rank_sets:
             if ranks not in made:
-                assert list(ranks) == sorted(ranks), "new_group numbers its ranks in ascending order"
+                assert list(ranks) == sorted(ranks), (
+                    "new_group numbers its ranks in ascending order"
+                )
                 made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if self.rank in ranks:
                 own = ranks

@@ -62,15 +62,13 @@ def apply_weight_sharding(model: WanModel, fsdp: AxisGroup, *, device: torch.dev
         )
     assert fsdp.group is not None
     mesh = DeviceMesh.from_group(fsdp.group, device.type)
-    gather = BookedGather(fsdp)
+    gather: Any = BookedGather(fsdp)  # torch names the interface in a private module only
     for block in model.blocks.values():
         sharded = fully_shard(block, mesh=mesh, reshard_after_forward=True)
         sharded.set_custom_all_gather(gather)
         register_fsdp_forward_method(block, "encode_text")
     whole = {
-        parameter
-        for name, parameter in model.named_parameters()
-        if not name.startswith("blocks.")
+        parameter for name, parameter in model.named_parameters() if not name.startswith("blocks.")
     }
     # The model itself orders the blocks' gathers; it is entered by these methods, whatever the stage.
     fully_shard(model, mesh=mesh, ignored_params=whole)
