@@ -28,6 +28,7 @@ from devtools.mesh_runs import (
     Schedule,
     build_local_runner,
     build_request,
+    mesh_degrees,
     model_spec,
     relative_error,
     sample_rank,
@@ -342,15 +343,21 @@ def test_result_with_nan_is_refused_on_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "stopping_rank"), [("single", 0), ("ulysses2", 0), ("ulysses2", 1), ("cfg2-tp2", 3)]
+    ("mesh", "stopping_rank"),
+    [("single", 0), ("ulysses2", 0), ("ulysses2", 1), ("cfg2-fsdp", 1), ("cfg2-tp2", 3)],
 )
 def test_stop_told_to_one_rank_ends_the_job_on_all_and_the_next_is_right(
     rank_pool: RankPool, spec: ModelSpec, mesh: str, stopping_rank: int
 ) -> None:
     inputs = PLAIN.inputs(SHAPE)
-    world_size = {"single": 1, "ulysses2": 2, "cfg2-tp2": 4}[mesh]
     answers = rank_pool.run(
-        world_size, rank_programs.stop_then_sample, mesh, spec, inputs, EULER, stopping_rank
+        mesh_degrees(mesh).world_size,
+        rank_programs.stop_then_sample,
+        mesh,
+        spec,
+        inputs,
+        EULER,
+        stopping_rank,
     )
     for ended, reports, _ in answers:
         assert ended == "JobCancelled: the job was stopped on request"
