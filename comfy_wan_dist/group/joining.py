@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,13 +77,14 @@ def join_requests(
                 room.copy_(part)
         return ref
 
-    refs = {name: join(name, dim) for name, dim in BATCH_DIMS.items()}
+    refs: dict[str, Any] = {name: join(name, dim) for name, dim in BATCH_DIMS.items()}
     return replace(requests[0], id="+".join(request.id for request in requests), **refs)
 
 
 def split_results(joined: Tensor, requests: Sequence[SampleRequest]) -> tuple[Tensor, ...]:
     """Each request's part of the joined result, as views."""
-    return joined.split([batch_of(request) for request in requests])
+    parts: tuple[Tensor, ...] = joined.split([batch_of(request) for request in requests])
+    return parts
 
 
 def _is_regular(request: SampleRequest) -> bool:
@@ -100,7 +102,7 @@ def _is_regular(request: SampleRequest) -> bool:
 
 def _without_samples(request: SampleRequest) -> SampleRequest:
     """What requests of one run must have in common: shapes without the batch, and all that is no tensor."""
-    refs = {
+    refs: dict[str, Any] = {
         name: replace(ref, buffer=0, offset=0, shape=(*ref.shape[:dim], *ref.shape[dim + 1 :]))
         for name, dim in BATCH_DIMS.items()
         if (ref := getattr(request, name)) is not None
