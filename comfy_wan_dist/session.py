@@ -125,10 +125,11 @@ class Session:
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, host=host)
         for piece, outcome in zip(pieces, outcomes, strict=True):
             logger.info(
-                "[wan-dist] %s on mesh %s%s: %.2f s, %d bytes read from disk",
+                "[wan-dist] %s on mesh %s%s%s: %.2f s, %d bytes read from disk",
                 type(piece.request).__name__,
                 outcome.plane.degrees,
                 self._plane_label(outcome),
+                f", {outcome.requests} requests in one run" if outcome.requests > 1 else "",
                 max(answer.seconds for answer in outcome.answers),
                 sum(answer.bytes_read for answer in outcome.answers),
             )

@@ -409,6 +409,8 @@ def test_job_text_adds_up_the_ranks() -> None:
         "1.00",
         "0.500",
     ]
+    shared = job_text(MeshDegrees(pp=2), answers, requests=3)
+    assert shared.splitlines()[0].endswith("bytes read from disk, 3 requests in one run")
     silent = [replace(answer, ledger=()) for answer in answers]
     assert "nothing was sent" in job_text(MeshDegrees(), silent)
 

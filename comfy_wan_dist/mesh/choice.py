@@ -4,7 +4,8 @@ Latency of one video: CFG first when there is guidance, then Ulysses up to the h
 the heads leave over, so that none idles. TP (and sp with it) only as far as memory asks, fsdp where that does not do,
 stages last.
 A batch is cut into sub-planes first: its samples need nothing from each other.
-How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`.
+How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`; how many
+samples requests that wait together may bring into one run, by `joint_samples`.
 """
 
 from __future__ import annotations
@@ -173,3 +174,30 @@ def piece_sizes(degrees: MeshDegrees, *, batch: int) -> tuple[int, ...]:
     count = min(batch, degrees.dp) if degrees.pp > 1 else batch
     size, rest = divmod(batch, count)
     return tuple(size + (index < rest) for index in range(count))
+
+
+def joint_samples(
+    mesh: MeshDegrees,
+    shape: WanShape,
+    grid: LatentGrid,
+    *,
+    batch: int,
+    guided: bool,
+    device_memory: int | None = None,
+    dtype: str = "bfloat16",
+) -> int:
+    """How many samples one run on a job's mesh may have when requests of `batch` samples each share it; 0 if none may.
+
+    With p stages and m micro-batches a step takes m + p - 1 slots, so each request that joins saves p - 1 of them. With
+    p samples the stages are all at work for a time, and busy for p / (2p - 1) of it or, with guidance, 2p / (3p - 1).
+    More would save as much again, but all wait for the whole run, all lose it with a plane, and each sample keeps its
+    latents and text: no more than p, and with `device_memory` (bytes of one device) no more than fit.
+    """
+    if mesh.pp == 1:
+        return 0
+    job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
+    for samples in range(mesh.pp * mesh.dp, batch, -1):
+        shared = replace(job, batch=samples, text_batch=samples)
+        if device_memory is None or peak_bytes(shared, mesh) <= device_memory:
+            return samples
+    return 0

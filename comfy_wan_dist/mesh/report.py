@@ -176,12 +176,16 @@ def transfers_text(job: PlannedJob, mesh: MeshDegrees, rank: int) -> str:
     return "\n\n".join(parts)
 
 
-def job_text(mesh: MeshDegrees, answers: Sequence[Done]) -> str:
-    """How a job went: its mesh, the slowest rank's time, what was read from disk, and what was sent."""
+def job_text(mesh: MeshDegrees, answers: Sequence[Done], *, requests: int = 1) -> str:
+    """How a job went: its mesh, the slowest rank's time, what was read from disk, and what was sent.
+
+    requests: how many shared the run; the figures are of all of them.
+    """
     seconds = max((answer.seconds for answer in answers), default=0.0)
     read = sum(answer.bytes_read for answer in answers)
+    shared = f", {requests} requests in one run" if requests > 1 else ""
     return (
-        f"mesh {mesh}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk\n"
+        f"mesh {mesh}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk{shared}\n"
         + ledger_text([answer.ledger for answer in answers])
     )
 

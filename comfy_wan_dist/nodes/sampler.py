@@ -12,7 +12,7 @@ from ..handle import ModelHandle
 from ..ipc.errors import ConfigError
 from ..ipc.messages import SampleRequest
 from ..ipc.shared import split_ref
-from ..mesh.choice import choose_job_mesh, piece_sizes
+from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from ..mesh.job_cost import sample_flops
 from ..mesh.report import job_text
 from ..mesh.shape import LatentGrid
@@ -184,10 +184,19 @@ class Sampler(io.ComfyNode):
                     branches=1 + is_guided,
                     batch=size,
                 )
-                pieces.append(Piece(request=request, cost=cost))
+                most = joint_samples(
+                    mesh,
+                    resolved.shape,
+                    grid,
+                    batch=size,
+                    guided=is_guided,
+                    device_memory=resolved.device_memory,
+                    dtype=resolved.spec.dtype,
+                )
+                pieces.append(Piece(request=request, cost=cost, most_samples=most))
             outcomes = await job.run(pieces)
             report = [
-                job_text(mesh, outcome.answers)
+                job_text(mesh, outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(meshes, outcomes, strict=True)
             ]
             return io.NodeOutput(
