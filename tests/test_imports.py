@@ -37,8 +37,9 @@ RANK = {
     "__main__": 5,
     "comfy_adapter": 4,
     "session": 5,
-    "nodes": 6,
-    "extension": 7,
+    "sampling_pieces": 6,
+    "nodes": 7,
+    "extension": 8,
 }
 SHARED_WITH_WORKERS = {"ipc", "mesh", "model_file"}
 # ComfyUI's own top-level modules, but for comfy_api, which is made for packs.
@@ -55,7 +56,7 @@ COMFYUI = {
 }
 USES_COMFY_API = {"comfy_adapter", "nodes", "extension"}
 # Not importable without a ComfyUI; extension is, as it imports the nodes only when asked for them.
-NEEDS_COMFYUI = {"comfy_adapter", "session", "nodes"}
+NEEDS_COMFYUI = {"comfy_adapter", "session", "sampling_pieces", "nodes"}
 PLAIN_MODULES = ("workers.model", "workers.vae")
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 PICKLING_CALLS = {"torch.load", "torch.save"}

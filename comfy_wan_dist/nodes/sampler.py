@@ -7,15 +7,10 @@ from math import isclose, isfinite
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
-from ..group.scheduler import Piece
 from ..handle import ModelHandle
 from ..ipc.errors import ConfigError
-from ..ipc.messages import SampleRequest
-from ..ipc.shared import split_ref
-from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
-from ..mesh.job_cost import sample_flops
 from ..mesh.report import job_text
-from ..mesh.shape import LatentGrid
+from ..sampling_pieces import Sampling, build_pieces
 from .load_model import CATEGORY, WanDistModel
 
 
@@ -118,12 +113,11 @@ class Sampler(io.ComfyNode):
     ) -> io.NodeOutput:
         if not isfinite(cfg):
             raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
-        is_guided = not isclose(cfg, 1.0)
         resolved = session.resolve(model)
         text_dim = resolved.shape.text_dim
         cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
         uncond = None
-        if is_guided:
+        if not isclose(cfg, 1.0):
             uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
         schedule = comfy_adapter.build_schedule(
             sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
@@ -133,72 +127,21 @@ class Sampler(io.ComfyNode):
         tensors = comfy_adapter.prepare_sampling(
             latent_image, seed=seed, sampler=sampler_name, schedule=schedule
         )
-        batch, _, frames, height, width = tensors.noisy.shape
-        grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
-        sizes = piece_sizes(resolved.degrees, batch=batch)
         planes = session.planes_for(resolved)
-        # Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
+        sampling = Sampling(
+            tensors=tensors,
+            cond=cond,
+            uncond=uncond,
+            schedule=schedule,
+            solver=sampler_name,
+            cfg=cfg,
+        )
         async with session.open_session(planes) as job:
-            result = job.reserve(tensors.noisy.shape)
-            results = split_ref(result, sizes)
-            noisy = job.send_split(tensors.noisy, sizes)
-            clean = job.send_split_optional(tensors.clean, sizes)
-            mask = job.send_split_optional(tensors.mask, sizes)
-            frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
-            step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
-            cond_ref, uncond_ref = job.send(cond), job.send_optional(uncond)
-            pieces, meshes = [], []
-            for index, size in enumerate(sizes):
-                mesh = choose_job_mesh(
-                    planes[0].degrees,
-                    resolved.shape,
-                    grid,
-                    batch=size,
-                    guided=is_guided,
-                    is_auto=resolved.is_auto,
-                    device_memory=resolved.device_memory,
-                    dtype=resolved.spec.dtype,
-                )
-                meshes.append(mesh)
-                request = SampleRequest(
-                    id=f"{job.id}-{index}",
-                    model=resolved.spec,
-                    mesh=str(mesh),
-                    solver=sampler_name,
-                    sigmas=schedule.sigmas,
-                    timesteps=schedule.timesteps,
-                    guidance=cfg,
-                    noisy=noisy[index],
-                    clean=clean[index],
-                    mask=mask[index],
-                    frame_mask=frame_mask[index],
-                    cond=cond_ref,
-                    uncond=uncond_ref,
-                    step_noise=step_noise[index],
-                    result=results[index],
-                )
-                cost = sample_flops(
-                    resolved.shape,
-                    grid,
-                    steps=len(schedule.timesteps),
-                    branches=1 + is_guided,
-                    batch=size,
-                )
-                most = joint_samples(
-                    mesh,
-                    resolved.shape,
-                    grid,
-                    batch=size,
-                    guided=is_guided,
-                    device_memory=resolved.device_memory,
-                    dtype=resolved.spec.dtype,
-                )
-                pieces.append(Piece(request=request, cost=cost, most_samples=most))
-            outcomes = await job.run(pieces)
-            report = [
+            work = build_pieces(job, sampling, resolved, planes[0].degrees)
+            outcomes = await job.run(work.pieces)
+            report = "\n\n".join(
                 job_text(mesh, outcome.answers, requests=outcome.requests)
-                for mesh, outcome in zip(meshes, outcomes, strict=True)
-            ]
-            return io.NodeOutput(
-                comfy_adapter.finish_sampling(latent_image, job.tensor(result)), "\n\n".join(report)
+                for mesh, outcome in zip(work.meshes, outcomes, strict=True)
             )
+            latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
+            return io.NodeOutput(latent, report)
