@@ -1,4 +1,4 @@
-"""The command line: plan a mesh for devices that need not be here, examine this machine, lend it to another one's group.
+"""The command line: plan a mesh for devices that need not be here, examine this machine, lend it to another's group.
 
 Answers go to standard output. Exit codes: 0, 1 if `doctor` found something wrong, 2 for what cannot be done as asked.
 """

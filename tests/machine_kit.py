@@ -34,7 +34,7 @@ class OtherMachine:
 
     def __init__(self, head: Address, *options: str, prefix: Sequence[str] = ()) -> None:
         # Short, because a socket may go there.
-        self.private = Path(tempfile.mkdtemp(prefix="wdm-"))
+        self.private = Path(tempfile.mkdtemp(prefix="wdm-", dir="/tmp"))
         self.log = self.private.with_suffix(".log")
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(

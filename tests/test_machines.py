@@ -102,8 +102,8 @@ def runner_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this process's groups make their folders."""
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's groups make their folders. After tmp_path, whose own place must not be in it."""
     with tempfile.TemporaryDirectory(prefix="wdt-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)

@@ -342,6 +342,7 @@ class WorkerGroup:
         death = f"{self._named(rank)} ended unexpectedly"
         if machine is not None and machine.channel.has_word_within(MACHINE_SETTLE_S):
             reason = machine.last_word()
+            self._death_is_explained = True
             return type(reason)(f"{death}; {reason}")
         return WorkerDied(death)
 

@@ -211,7 +211,10 @@ def start_launcher(
     output: int,
     inherited: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    """Run workers/launcher.py with `options`; it and its ranks write to `output` and get the `inherited` descriptors."""
+    """Run workers/launcher.py with `options`; it and its ranks write to `output`.
+
+    inherited: descriptors that it finds under their own numbers.
+    """
     return subprocess.Popen(
         [
             python,
