@@ -9,6 +9,7 @@ that differ in their software.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -287,6 +288,7 @@ def test_connections_between_machines_are_probed() -> None:
 def test_address_that_cannot_be_listened_on_fails_the_start_cleanly(
     private: Path, tmp_path: Path, host: str, message: str
 ) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with socket.create_server((LOOPBACK, 0)) as taken:
         head = Address(host=host, port=taken.getsockname()[1])
@@ -301,6 +303,7 @@ def test_address_that_cannot_be_listened_on_fails_the_start_cleanly(
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[MachineDoor]:
     monkeypatch.setattr(machines_module, "FIRST_WORD_TIMEOUT_S", 0.2)
     spec = stub_spec(Path("log"), machines=Machines(count=2, head=free_address(LOOPBACK)))
+    gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
     door = MachineDoor(spec, token="secret")
     yield door

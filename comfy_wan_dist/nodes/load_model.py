@@ -11,8 +11,6 @@ from ..model_file.header import read_model_file
 
 WanDistModel = io.Custom("WAN_DIST_MODEL")
 CATEGORY = "Wan Dist"
-ADVANCED = {"advanced": True}
-"""Folded away by front ends that know how; the schema has no name for it."""
 
 
 class LoadModel(io.ComfyNode):
@@ -65,7 +63,6 @@ class LoadModel(io.ComfyNode):
                     min=1,
                     max=MAX_MACHINES,
                     optional=True,
-                    extra_dict=ADVANCED,
                     tooltip="Machines that make one video together, 1 to 16, this one included. On each other one run: "
                     "python -m comfy_wan_dist worker --join, followed by head_address.",
                 ),
@@ -73,7 +70,6 @@ class LoadModel(io.ComfyNode):
                     "head_address",
                     default="",
                     optional=True,
-                    extra_dict=ADVANCED,
                     tooltip="With several machines: HOST:PORT at which the others reach this one, such as "
                     "192.168.1.10:29400. Any free port from 1 to 65535, in a network that you trust.",
                 ),
