@@ -27,6 +27,7 @@ import pytest
 import torch
 from group_kit import (
     is_running,
+    listening_addresses,
     processes_naming,
     search_path,
     stub_request,
@@ -43,6 +44,7 @@ from machine_kit import (
 )
 from test_group_lifeline import start_client
 
+from comfy_wan_dist.cli import main
 from comfy_wan_dist.group import machines as machines_module
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.environment import child_environment
@@ -230,6 +232,21 @@ def test_meshes_that_machines_cannot_share_are_refused(
     )
     with pytest.raises(MeshError, match=message):
         resolve_model(handle, visible_cuda=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--join", "nonsense"), "HOST:PORT"),
+        (("--join", "a:1", "--devices", "cpu:0"), "asks for 0 CPU ranks"),
+        (("--join", "a:1", "--models", "/nonexistent"), "is no folder"),
+    ],
+)
+def test_worker_command_refuses_what_it_cannot_do(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["worker", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_groups_with_other_machines_are_told_apart() -> None:
@@ -463,6 +480,8 @@ def test_group_over_two_machines_works_and_ends_with_either(
             assert len(other.ranks()) == 1
             with pytest.raises(ModelFileError, match="bad shard on rank 1"):
                 ask(group, "config:1")
+            listeners = listening_addresses(processes_naming(f"{private}/"))
+            assert {address for _, address in listeners} == {"0100007F", "0200007F"}  # gloo, store
             with socket.socket() as visitor, pytest.raises(OSError, match="refused"):
                 visitor.connect((head.host, head.port))  # nobody listens once the group is ready
             # A rank over there is killed in a job that rank 0 waits in.
