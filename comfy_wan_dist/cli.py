@@ -1,4 +1,4 @@
-"""The command line: plan a mesh for devices that need not be here, and examine this machine.
+"""The command line: plan a mesh for devices that need not be here, examine this machine, lend it to another's group.
 
 Answers go to standard output. Exit codes: 0, 1 if `doctor` found something wrong, 2 for what cannot be done as asked.
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 
 from .doctor import diagnose, examine, findings_text, free_host_memory
 from .ipc.errors import ConfigError, WanDistError
+from .ipc.tcp import parse_address
 from .mesh.degrees import parse_mesh
+from .mesh.devices import parse_devices
 from .mesh.hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
 from .mesh.job import DTYPE_BYTES, PlannedJob
 from .mesh.plan import make_plan
@@ -75,6 +77,28 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, and what is wrong")
     doctor.set_defaults(command=run_doctor)
     doctor.add_argument("--json", action="store_true", help="the findings as JSON")
+
+    worker = commands.add_parser(
+        "worker", help="lend this machine's GPUs to the groups of a ComfyUI on another one"
+    )
+    worker.set_defaults(command=run_worker)
+    worker.add_argument(
+        "--join",
+        required=True,
+        metavar="HOST:PORT",
+        help="head_address of the loader there; only join a machine that you trust",
+    )
+    worker.add_argument(
+        "--devices",
+        default="all",
+        help="all, GPU indices such as 0,1, or cpu:N; the first ones are used (default: %(default)s)",
+    )
+    worker.add_argument(
+        "--models",
+        type=Path,
+        metavar="FOLDER",
+        help="where model files are found by their names if they do not lie at the same path as there",
+    )
     return parser
 
 
@@ -123,6 +147,32 @@ def run_doctor(options: argparse.Namespace) -> int:
     else:
         _write(findings_text(findings))
     return int(any(one.is_wrong for one in findings))
+
+
+def run_worker(options: argparse.Namespace) -> int:
+    """Take part in groups until Ctrl-C."""
+    from .group.join import Announcer, Offer, serve
+
+    if options.models is not None and not options.models.is_dir():
+        raise ConfigError(f"--models {options.models} is no folder; name one that is here")
+    models = None if options.models is None else options.models.resolve()
+    head = parse_address(options.join)
+    visible = 0 if options.devices.strip().lower().startswith("cpu") else count_cuda()
+    parse_devices(options.devices, visible_cuda=visible)
+    offer = Offer(head=head, devices=options.devices, visible_cuda=visible, models=models)
+    say = Announcer()
+    try:
+        serve(offer, say)
+    except KeyboardInterrupt:
+        say("ended")
+    return 0
+
+
+def count_cuda() -> int:
+    """CUDA devices that this process sees."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def parse_size(text: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from .ipc.messages import ModelSpec, VAESpec
 from .mesh.choice import choose_mesh
 from .mesh.degrees import MeshDegrees, parse_mesh
 from .mesh.devices import DeviceList, parse_devices
+from .mesh.machines import Machines, parse_machines, validate_machines
 from .mesh.shape import WanShape
 from .mesh.validate import validate_axes, validate_devices, validate_model
 from .model_file.header import ModelFile, read_model_file
@@ -24,13 +25,18 @@ FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelHandle:
-    """A transformer file and how to spread it. All fields are as the loader's widgets say."""
+    """A transformer file and how to spread it. All fields are as the loader's widgets say.
+
+    devices: on each machine. head_address: of this one, for the others; read only if there are any.
+    """
 
     path: str
     dtype: str
     mesh: str
     devices: str
     compile: bool
+    machines: int = 1
+    head_address: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +44,7 @@ class ResolvedModel:
     """A handle checked against the file and the machine.
 
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
+    devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known.
     """
 
@@ -47,6 +54,7 @@ class ResolvedModel:
     devices: DeviceList
     is_auto: bool
     device_memory: int | None = None
+    machines: Machines | None = None
 
 
 def resolve_model(
@@ -58,11 +66,13 @@ def resolve_model(
     Raises ModelFileError, MeshError, ConfigError.
     """
     devices = parse_devices(handle.devices, visible_cuda=visible_cuda)
+    machines = parse_machines(handle.machines, handle.head_address)
     degrees = parse_mesh(handle.mesh)
     is_auto = degrees is None
     if degrees is not None:
         validate_axes(degrees)
-        validate_devices(degrees, devices)
+        validate_machines(degrees, machines)
+        validate_devices(degrees, devices, machines=handle.machines)
     file = read_wan_file(read_model_file(handle.path))
     dtype = resolve_dtype(
         handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype
@@ -71,7 +81,8 @@ def resolve_model(
     if degrees is None:
         degrees = choose_mesh(
             file.shape,
-            device_count=devices.count,
+            device_count=devices.count * handle.machines,
+            machines=handle.machines,
             guided=True,
             device_memory=device_memory,
             dtype=dtype,
@@ -87,7 +98,8 @@ def resolve_model(
         ),
         shape=file.shape,
         degrees=degrees,
-        devices=devices.take(degrees.world_size),
+        devices=devices.take(degrees.world_size // handle.machines),
+        machines=machines,
         is_auto=is_auto,
         device_memory=device_memory,
     )

@@ -32,7 +32,12 @@ logger = logging.getLogger("comfy_wan_dist")
 
 def planes_for(model: ResolvedModel) -> tuple[LaunchSpec, ...]:
     """The groups that hold the model."""
-    return plane_specs(model.degrees, model.devices, log_folder=comfy_adapter.log_folder())
+    return plane_specs(
+        model.degrees,
+        model.devices,
+        log_folder=comfy_adapter.log_folder(),
+        machines=model.machines,
+    )
 
 
 def resolve(handle: ModelHandle) -> ResolvedModel:

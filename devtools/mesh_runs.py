@@ -20,6 +20,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
+from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import build_model, load_weights
 from workers.loaded import finish_model
 from workers.model.tokens import unpatchify
@@ -246,7 +247,7 @@ def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
     votes = dist.new_group() if degrees.world_size > 1 else None
-    return PlaneRunner(plane=plane, device=CPU), Agreement(
+    return PlaneRunner(plane=plane, device=CPU, files=GivenFiles()), Agreement(
         rank=rank, size=degrees.world_size, group=votes
     )
 

@@ -1,10 +1,11 @@
 """A client to be killed: starts a group of two stub ranks and says how far it is.
 
-    python tests/group_client.py LOG MOMENT
+    python tests/group_client.py LOG MOMENT [HEAD]
 
 MOMENT is where it stays for ever: launched, hello, idle, forked (idle, with a child that holds its
 descriptors for 20 s), job, stuck; or leased, where it waits for
-an interrupt and ends as ComfyUI does. It prints "there" then.
+an interrupt and ends as ComfyUI does. It prints "there" then. With HEAD (HOST:PORT) there is one rank here and one on
+another machine.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from group_kit import stub_request, stub_spec
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.launch import StartingGroup
 from comfy_wan_dist.group.registry import default_registry
+from comfy_wan_dist.ipc.tcp import parse_address
+from comfy_wan_dist.mesh.machines import Machines
 
 
-def main(log: Path, moment: str) -> None:
+def main(log: Path, moment: str, head: str | None = None) -> None:
+    build = "build_slowly" if moment == "hello" else "build"
+    spec = stub_spec(log, build=build)
+    if head is not None:
+        spec = stub_spec(log, ranks=1, machines=Machines(count=2, head=parse_address(head)))
     if moment == "leased":
-        with default_registry().lease(stub_spec(log)), contextlib.suppress(KeyboardInterrupt):
+        with default_registry().lease(spec), contextlib.suppress(KeyboardInterrupt):
             stay()
         return
-    build = "build_slowly" if moment == "hello" else "build"
-    starting = StartingGroup(stub_spec(log, build=build))
+    starting = StartingGroup(spec)
     if moment == "launched":
         stay()
     if moment == "hello":
@@ -57,4 +63,4 @@ def stay() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -14,6 +14,7 @@ from comfy_wan_dist.ipc.messages import DecodeRequest, VAESpec
 from comfy_wan_dist.ipc.shared import Parcel
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
+from comfy_wan_dist.mesh.machines import Machines
 
 TESTS = Path(__file__).resolve().parent
 
@@ -26,15 +27,17 @@ def stub_spec(
     start_timeout_s: float = 100.0,
     idle_timeout_s: float | None = None,
     first_device: int = 0,
+    machines: Machines | None = None,
 ) -> LaunchSpec:
-    """A group of CPU ranks whose runner is in stub_runner.py; TESTS must be on PYTHONPATH."""
+    """A group of CPU ranks, `ranks` on each machine, whose runner is in stub_runner.py; TESTS must be on PYTHONPATH."""
     return LaunchSpec(
-        degrees=MeshDegrees(ulysses=ranks),
+        degrees=MeshDegrees(ulysses=ranks * (1 if machines is None else machines.count)),
         devices=DeviceList(kind="cpu", indices=tuple(range(first_device, first_device + ranks))),
         log_path=log_path,
         runner=f"stub_runner:{build}",
         start_timeout_s=start_timeout_s,
         idle_timeout_s=idle_timeout_s,
+        machines=machines,
     )
 
 

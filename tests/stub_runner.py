@@ -22,6 +22,7 @@ import torch.distributed as dist
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled, MeshError, ModelFileError
 from comfy_wan_dist.ipc.messages import DecodeRequest, JobRequest, LedgerLine
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from workers.checkpoint.files import ModelFiles
 from workers.loop import Job, JobStats
 
 STEP_S = 0.05
@@ -91,16 +92,22 @@ class StubRunner:
         time.sleep(float(seconds or 3600))
 
 
-def build(*, degrees: MeshDegrees, rank: int, device: torch.device) -> StubRunner:
+def build(
+    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+) -> StubRunner:
     return StubRunner(rank)
 
 
-def build_fails(*, degrees: MeshDegrees, rank: int, device: torch.device) -> StubRunner:
+def build_fails(
+    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+) -> StubRunner:
     if rank == degrees.plane_size - 1:
         raise RuntimeError("this rank cannot start")
     return StubRunner(rank)
 
 
-def build_slowly(*, degrees: MeshDegrees, rank: int, device: torch.device) -> StubRunner:
+def build_slowly(
+    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+) -> StubRunner:
     time.sleep(3600)
     return StubRunner(rank)

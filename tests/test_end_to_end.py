@@ -48,7 +48,10 @@ pytestmark = pytest.mark.timeout(240)
 FRAMES = "frames.png"
 FRAME_SIZE = (64, 32)  # width, height
 NODES = {
-    "WanDistLoadModel": (["model_name", "dtype", "mesh", "devices", "compile"], ["model"]),
+    "WanDistLoadModel": (
+        ["model_name", "dtype", "mesh", "devices", "compile", "machines", "head_address"],
+        ["model"],
+    ),
     "WanDistSampler": (
         [
             "model",

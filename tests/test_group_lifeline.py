@@ -22,9 +22,10 @@ def private() -> Iterator[Path]:
         yield Path(folder)
 
 
-def start_client(private: Path, log: Path, moment: str) -> subprocess.Popen[bytes]:
+def start_client(private: Path, log: Path, *moment: str) -> subprocess.Popen[bytes]:
+    """`moment`: as group_client.py takes it, head included."""
     client = subprocess.Popen(
-        [sys.executable, str(TESTS / "group_client.py"), str(log), moment],
+        [sys.executable, str(TESTS / "group_client.py"), str(log), *moment],
         env={
             **os.environ,
             "TMPDIR": str(private),

@@ -25,6 +25,7 @@ from comfy_wan_dist.ipc.messages import (
     VAESpec,
 )
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel
+from workers.buffers import MappedBuffers
 from workers.inbox import Inbox
 from workers.loop import Job, JobStats, Loop
 from workers.parallel.agreement import Agreement
@@ -80,6 +81,7 @@ class Rank:
             inbox=inbox,
             runner=self.runner,
             agreement=Agreement(rank=0, size=1, group=None),
+            buffers=MappedBuffers(),
             rank=0,
         )
         self.status: int | None = None

@@ -26,7 +26,15 @@ API_NAMES = sorted(path.stem for path in API_FOLDER.glob("*.json"))
 
 # Widgets of a node class in the order in which a UI graph stores their values.
 WIDGETS = {
-    "WanDistLoadModel": ["model_name", "dtype", "mesh", "devices", "compile"],
+    "WanDistLoadModel": [
+        "model_name",
+        "dtype",
+        "mesh",
+        "devices",
+        "compile",
+        "machines",
+        "head_address",
+    ],
     "WanDistSampler": [
         "seed",
         "control_after_generate",

@@ -1,12 +1,14 @@
-"""Runs one torchrun agent for a group, without a port that other machines could reach.
+"""Runs this machine's torchrun agent of a group.
 
     python -m workers.launcher --folder F --lifeline FD --client PID --ranks N --device cpu|cuda --mesh M
     --runner MODULE:FUNCTION
+    [--machines N --store HOST:PORT (--store-listener FD | --node K --report HOST:PORT [--models FOLDER])]
 
-Covered: rendezvous over a file instead of torch's store, which listens on every interface and
-unpickles what it reads; the end of everything, private folder included, when ComfyUI goes away (the
-lifeline, a pipe that only ComfyUI holds open). Not covered: several machines; restarts, because
-ComfyUI's process starts a fresh group.
+Covered: rendezvous over a file, and with several machines over torch's store on the head's address
+alone, instead of torchrun's own ways, which listen on every interface and in part unpickle what
+they read; the end of everything, private folder included, when the client goes away: ComfyUI's
+process, on other machines the one of `worker --join` (the lifeline, a pipe that only the client
+holds open). Not covered: restarts, because ComfyUI's process starts a fresh group.
 """
 
 from __future__ import annotations
@@ -21,12 +23,22 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from comfy_wan_dist.ipc.paths import AGENT_STORE_NAME, LOG_FOLDER_NAME
+from comfy_wan_dist.ipc.tcp import Address, parse_address
 
-RENDEZVOUS = "wan-dist-file"
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+RENDEZVOUS = "wan-dist"
+AGENT_PREFIX = "agents"
 MONITOR_INTERVAL_S = 0.1
+# ComfyUI's process gives up a start before.
+STORE_TIMEOUT = timedelta(minutes=30)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +53,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--mesh", required=True)
     parser.add_argument("--runner", required=True)
+    parser.add_argument("--machines", type=int, default=1)
+    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--store", type=parse_address)
+    parser.add_argument("--store-listener", type=int)
+    parser.add_argument("--report", type=parse_address)
+    parser.add_argument("--models", type=Path)
     arguments = parser.parse_args()
 
     # Before torch, whose import takes seconds.
@@ -68,9 +86,11 @@ def run_agent(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    register_rendezvous(arguments.folder / AGENT_STORE_NAME)
+    register_rendezvous(
+        lambda: agent_store(arguments), node=arguments.node, machines=arguments.machines
+    )
     agent_options = {
-        "--nnodes": "1",
+        "--nnodes": str(arguments.machines),
         "--nproc-per-node": str(arguments.ranks),
         "--max-restarts": "0",
         "--monitor-interval": str(MONITOR_INTERVAL_S),
@@ -87,6 +107,10 @@ def run_agent(arguments: argparse.Namespace) -> int:
         "--mesh": arguments.mesh,
         "--runner": arguments.runner,
     }
+    for name in ("store", "report", "models"):
+        value = getattr(arguments, name)
+        if value is not None:
+            rank_options[f"--{name}"] = str(value)
     try:
         torchrun([*_flat(agent_options), "-m", "workers.main", *_flat(rank_options)])
     except ChildFailedError as error:
@@ -96,9 +120,27 @@ def run_agent(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def register_rendezvous(store_path: Path) -> None:
-    """Make RENDEZVOUS known to torchrun: a world of one agent that meets itself over a file."""
+def agent_store(arguments: argparse.Namespace) -> dist.Store:
+    """What the group's agents meet over: a file, or torch's store, which runs in the head's agent."""
     import torch.distributed as dist
+
+    address: Address | None = arguments.store
+    if address is None:
+        return dist.FileStore(str(arguments.folder / AGENT_STORE_NAME), -1)
+    # On the socket that ComfyUI's process made: left to itself torch listens on every interface.
+    store = dist.TCPStore(
+        address.host,
+        address.port,
+        is_master=arguments.node == 0,
+        wait_for_workers=False,
+        master_listen_fd=arguments.store_listener,
+        timeout=STORE_TIMEOUT,
+    )
+    return dist.PrefixStore(AGENT_PREFIX, store)
+
+
+def register_rendezvous(build_store: Callable[[], dist.Store], *, node: int, machines: int) -> None:
+    """Make RENDEZVOUS known to torchrun: agents whose number and store are settled before they start."""
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
@@ -107,8 +149,8 @@ def register_rendezvous(store_path: Path) -> None:
         rendezvous_handler_registry,
     )
 
-    class FileRendezvous(RendezvousHandler):
-        """What torchrun asks of a rendezvous, for one agent that never meets another."""
+    class SettledRendezvous(RendezvousHandler):
+        """What torchrun asks of a rendezvous, for agents that neither come late nor return."""
 
         @property
         def use_agent_store(self) -> bool:
@@ -118,8 +160,9 @@ def register_rendezvous(store_path: Path) -> None:
             return RENDEZVOUS
 
         def next_rendezvous(self) -> RendezvousInfo:
-            store = dist.FileStore(str(store_path), -1)
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+            return RendezvousInfo(
+                build_store(), node, machines, RendezvousStoreInfo("127.0.0.1", 0)
+            )
 
         def is_closed(self) -> bool:
             return False
@@ -137,7 +180,7 @@ def register_rendezvous(store_path: Path) -> None:
             return True
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        return FileRendezvous()
+        return SettledRendezvous()
 
     rendezvous_handler_registry.register(RENDEZVOUS, create)
 

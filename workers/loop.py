@@ -22,7 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from comfy_wan_dist.ipc.channel import Channel
-from comfy_wan_dist.ipc.errors import ProtocolError, WanDistError
+from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import (
     Done,
     Failed,
@@ -34,13 +34,13 @@ from comfy_wan_dist.ipc.messages import (
     TensorRef,
     Unload,
 )
-from comfy_wan_dist.ipc.shared import MapCache, SharedBuffer
+from comfy_wan_dist.ipc.shared import SharedBuffer
+from workers.buffers import JobBuffers, view_of
 from workers.inbox import Inbox
 from workers.parallel.agreement import Agreement, error_name
 
 END_VOTE_TIMEOUT_S = 20.0
 SEND_TIMEOUT_S = 60.0
-MAP_CACHE_BYTES = 256 * 2**20
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +84,12 @@ class Job:
         self._send_progress = send_progress
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """The CPU tensor that `ref` names: a view on memory shared with ComfyUI, not a copy.
+        """The CPU tensor that `ref` names: on ComfyUI's machine a view on memory shared with it.
 
         Only the request's result may be written to. Raises ProtocolError if the ref does not fit
         its buffer.
         """
-        if not 0 <= ref.buffer < len(self._buffers):
-            raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(self._buffers)}")
-        return self._buffers[ref.buffer].tensor(ref)
+        return view_of(self._buffers, ref)
 
     def report(self, phase: str, done: int, total: int) -> None:
         """Tell the client how far the job is: one message per call, from rank 0 only."""
@@ -118,14 +116,21 @@ class Loop:
     """Serves one client until it says Shutdown."""
 
     def __init__(
-        self, *, channel: Channel, inbox: Inbox, runner: Runner, agreement: Agreement, rank: int
+        self,
+        *,
+        channel: Channel,
+        inbox: Inbox,
+        runner: Runner,
+        agreement: Agreement,
+        buffers: JobBuffers,
+        rank: int,
     ) -> None:
         self._channel = channel
         self._inbox = inbox
         self._runner = runner
         self._agreement = agreement
+        self._buffers = buffers
         self._rank = rank
-        self._maps = MapCache(max_bytes=MAP_CACHE_BYTES)
 
     def serve(self) -> int:
         """Answer requests until Shutdown (0) or an error that the loop must not outlive (1)."""
@@ -191,9 +196,9 @@ class Loop:
         )
 
     def _run(self, request: Request, fds: tuple[int, ...]) -> JobStats:
-        buffers = self._maps.adopt(fds)
+        buffers = self._buffers.adopt(request, fds)
         if isinstance(request, Unload):
-            self._maps.clear()
+            self._buffers.clear()
             self._runner.unload()
             return JobStats()
         job = Job(

@@ -21,7 +21,6 @@ from comfy_wan_dist.ipc.errors import (
     ConfigError,
     InsufficientMemoryError,
     JobCancelled,
-    ModelFileError,
 )
 from comfy_wan_dist.ipc.messages import (
     DecodeRequest,
@@ -35,9 +34,9 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.memory import gathered_bytes, weight_bytes
 from comfy_wan_dist.mesh.validate import validate_model
-from comfy_wan_dist.model_file.header import ModelFile, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
+from .checkpoint.files import ModelFiles
 from .checkpoint.load import build_model, load_weights
 from .checkpoint.memory import free_memory, validate_memory
 from .checkpoint.vae import load_vae
@@ -60,9 +59,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 T = TypeVar("T")
 
 
-def build_runner(*, degrees: MeshDegrees, rank: int, device: torch.device) -> Runner:
+def build_runner(
+    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+) -> Runner:
     """The runner of one rank of a plane that was started for the mesh `degrees`."""
-    return PlaneRunner(plane=PlaneGroups(layout=degrees, rank=rank), device=device)
+    return PlaneRunner(plane=PlaneGroups(layout=degrees, rank=rank), device=device, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +83,9 @@ class HeldVAE:
 class PlaneRunner:
     """Runs requests on this rank's part of the plane, and keeps one transformer and one VAE between them."""
 
-    def __init__(self, *, plane: PlaneGroups, device: torch.device) -> None:
+    def __init__(self, *, plane: PlaneGroups, device: torch.device, files: ModelFiles) -> None:
         self._plane = plane
+        self._files = files
         self._rank = plane.rank
         self._device = device
         self._model: HeldModel | None = None
@@ -217,7 +219,7 @@ class PlaneRunner:
 
         def load() -> int:
             bytes_read = load_weights(model, file, tp=tp, fsdp=fsdp, report=report)
-            require_unchanged(read_model_file(spec.path), spec)
+            self._files.read(spec)  # still the same
             return bytes_read
 
         self._bytes_read += together(job, load)
@@ -230,9 +232,7 @@ class PlaneRunner:
     def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> WanFile:
         if spec.dtype not in DTYPES:
             raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(DTYPES)}")
-        model_file = read_model_file(spec.path)
-        require_unchanged(model_file, spec)
-        file = read_wan_file(model_file)
+        file = read_wan_file(self._files.read(spec))
         validate_model(degrees, file.shape)
         return file
 
@@ -246,8 +246,9 @@ class PlaneRunner:
         def load() -> WanVAE | None:
             if self._rank != 0:
                 return None
-            vae, bytes_read = load_vae(spec.path, dtype=DTYPES[spec.dtype], device=self._device)
-            require_unchanged(read_model_file(spec.path), spec)
+            path = self._files.read(spec).path
+            vae, bytes_read = load_vae(path, dtype=DTYPES[spec.dtype], device=self._device)
+            self._files.read(spec)  # still the same
             self._bytes_read += bytes_read
             return vae
 
@@ -258,14 +259,6 @@ class PlaneRunner:
         gc.collect()  # a compiled block refers to itself
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def require_unchanged(file: ModelFile, spec: ModelSpec | VAESpec) -> None:
-    """Refuse a file that is no longer the one that the job was made for. Raises ModelFileError."""
-    if (file.file_bytes, file.mtime_ns) != (spec.file_bytes, spec.mtime_ns):
-        raise ModelFileError(
-            f"{spec.path} changed after the job was made; run it again when the file is complete"
-        )
 
 
 def require_compiler(device: torch.device) -> None:

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from ..ipc.channel import ChannelClosed
+from ..ipc.channel import ChannelClosed, ChannelCut
 from ..ipc.errors import (
     CONFIG_ERRORS,
     JobCancelled,
+    MachineLost,
     ProtocolError,
     RemoteError,
     WanDistError,
@@ -37,6 +38,7 @@ from ..ipc.errors import (
 from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request, encode
 from ..ipc.shared import BufferPool, Parcel
 from .launch import RunningProcesses
+from .machines import MachineConnection
 from .process import ProcessHandle
 from .spec import LaunchSpec
 
@@ -46,6 +48,7 @@ CANCEL_TIMEOUT_S = 60.0
 SHUTDOWN_GRACE_S = 5.0
 DEATH_SETTLE_S = 3.0
 PEER_SETTLE_S = 0.2
+MACHINE_SETTLE_S = 1.0
 
 ProgressCallback = Callable[[Progress], None]
 InterruptCheck = Callable[[], None]
@@ -98,9 +101,10 @@ class WorkerGroup:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Launcher first, then the ranks in their order."""
-        ranks = self._processes.ranks
-        return self._processes.launcher.pid, *(ranks[rank].process.pid for rank in sorted(ranks))
+        """Launcher first, then this machine's ranks in their order."""
+        ranks = sorted(self._processes.ranks.items())
+        local = [connection.pid for _, connection in ranks if connection.process is not None]
+        return self._processes.launcher.pid, *local
 
     @property
     def is_alive(self) -> bool:
@@ -291,8 +295,12 @@ class WorkerGroup:
             for rank, connection in self._processes.ranks.items():
                 hear = partial(self._hear, rank)
                 selector.register(connection.channel, selectors.EVENT_READ, hear)
-                ended = partial(self._rank_ended, rank)
-                selector.register(connection.process, selectors.EVENT_READ, ended)
+                if connection.process is not None:
+                    ended = partial(self._rank_ended, rank)
+                    selector.register(connection.process, selectors.EVENT_READ, ended)
+            for machine in self._processes.machines.values():
+                left = partial(self._machine_left, machine)
+                selector.register(machine.channel, selectors.EVENT_READ, left)
             while True:
                 # What ranks say before that they ended: it tells why.
                 events = [key for key, _ in selector.select(self._patience_s())]
@@ -317,10 +325,29 @@ class WorkerGroup:
     def _launcher_ended(self) -> None:
         raise WorkerDied("the worker group's launcher ended unexpectedly")
 
-    def _rank_ended(self, rank: int) -> None:
-        while self._hear(rank):
+    def _rank_ended(self, rank: int, cause: ChannelClosed | None = None) -> None:
+        while not isinstance(cause, ChannelCut) and self._hear(rank):
             pass
-        raise WorkerDied(f"rank {rank} of the worker group ended unexpectedly")
+        raise self._death_of(rank, cause)
+
+    def _machine_left(self, machine: MachineConnection) -> None:
+        raise machine.last_word()
+
+    def _death_of(self, rank: int, cause: ChannelClosed | None = None) -> WorkerDied:
+        """What to raise for a rank that is gone: with its machine, if that is gone too."""
+        connection = self._processes.ranks[rank]
+        machine = self._processes.machines.get(connection.machine)
+        if machine is not None and isinstance(cause, ChannelCut):
+            return MachineLost(f"machine {connection.host} is lost: {cause}")
+        death = f"{self._named(rank)} ended unexpectedly"
+        if machine is not None and machine.channel.has_word_within(MACHINE_SETTLE_S):
+            reason = machine.last_word()
+            self._death_is_explained = True
+            return type(reason)(f"{death}; {reason}")
+        return WorkerDied(death)
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} of the worker group{self._processes.ranks[rank].place}"
 
     def _hear(self, rank: int) -> bool:
         """Take one message, if there is a whole one."""
@@ -329,10 +356,10 @@ class WorkerGroup:
             received = channel.receive(0)
         except TimeoutError:
             return False
-        except ChannelClosed:
-            raise WorkerDied(f"rank {rank} of the worker group ended unexpectedly") from None
+        except ChannelClosed as error:
+            raise self._death_of(rank, error) from None
         except ProtocolError as error:
-            raise WorkerDied(f"rank {rank} of the worker group sent nonsense: {error}") from error
+            raise WorkerDied(f"{self._named(rank)} sent nonsense: {error}") from error
         for descriptor in received.fds:
             os.close(descriptor)
         self._take(rank, received.message)
@@ -343,9 +370,9 @@ class WorkerGroup:
         if isinstance(message, Failed) and message.fatal:
             silent = self._silent_rank(besides=rank)
             if silent is not None:
-                raise WorkerDied(f"rank {silent} of the worker group ended unexpectedly")
+                raise self._death_of(silent)
             self._death_is_explained = True
-            raise WorkerDied(_last_words(rank, message))
+            raise WorkerDied(self._last_words(rank, message))
         if job is None or getattr(message, "id", None) != job.request.id:
             raise WorkerDied(
                 f"rank {rank} of the worker group sent an unexpected {type(message).__name__}"
@@ -365,7 +392,7 @@ class WorkerGroup:
         """A rank that is gone without a word, if there is one: the others only report that they lost it."""
         deadline = time.monotonic() + PEER_SETTLE_S
         for rank, connection in sorted(self._processes.ranks.items()):
-            if rank == besides or not connection.process.wait(deadline - time.monotonic()):
+            if rank == besides or not connection.ends_within(deadline - time.monotonic()):
                 continue
             is_silent = True
             with contextlib.suppress(TimeoutError, ChannelClosed, ProtocolError):
@@ -380,7 +407,7 @@ class WorkerGroup:
 
     def _with_last_words(self, error: WanDistError) -> WanDistError:
         """`error` with what ranks say in messages that nobody has read yet: often the reason."""
-        if not isinstance(error, WorkerDied) or self._death_is_explained:
+        if type(error) is not WorkerDied or self._death_is_explained:
             return error
         for rank, connection in sorted(self._processes.ranks.items()):
             with contextlib.suppress(TimeoutError, ChannelClosed, ProtocolError):
@@ -390,8 +417,11 @@ class WorkerGroup:
                         os.close(descriptor)
                     message = received.message
                     if isinstance(message, Failed) and message.fatal:
-                        return WorkerDied(f"{error}; {_last_words(rank, message)}")
+                        return WorkerDied(f"{error}; {self._last_words(rank, message)}")
         return error
+
+    def _last_words(self, rank: int, failed: Failed) -> str:
+        return f"{self._named(rank)} failed: {failed.error}: {failed.message}\n{failed.traceback}"
 
     def _complete(self, job: _Job) -> None:
         answers = [job.answers[rank] for rank in sorted(job.answers)]
@@ -439,15 +469,15 @@ class WorkerGroup:
         self._send_all(job.request, job.fds)
 
     def _send_all(self, message: Message, fds: Sequence[int]) -> None:
-        for rank in sorted(self._processes.ranks):
+        for rank, connection in sorted(self._processes.ranks.items()):
+            # Ranks of other machines get the tensors from rank 0.
+            seen = fds if connection.process is not None else ()
             try:
-                self._processes.channel(rank).send(message, fds, timeout_s=SEND_TIMEOUT_S)
-            except ChannelClosed:
-                self._rank_ended(rank)
+                connection.channel.send(message, seen, timeout_s=SEND_TIMEOUT_S)
+            except ChannelClosed as error:
+                self._rank_ended(rank, error)
             except TimeoutError as error:
-                raise WorkerDied(
-                    f"rank {rank} of the worker group does not read: {error}"
-                ) from error
+                raise WorkerDied(f"{self._named(rank)} does not read: {error}") from error
 
 
 class _Stopped(Exception):
@@ -464,13 +494,6 @@ def _attend(
     job.deliver(on_progress)
     if check_interrupt is not None:
         check_interrupt()
-
-
-def _last_words(rank: int, failed: Failed) -> str:
-    return (
-        f"rank {rank} of the worker group failed: {failed.error}: {failed.message}\n"
-        f"{failed.traceback}"
-    )
 
 
 def _as_error(failures: Sequence[Failed]) -> WanDistError:

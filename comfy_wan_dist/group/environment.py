@@ -34,9 +34,17 @@ _DROPPED_PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "PET_", "FSDP_", "PMI_", "O
 
 
 def child_environment(
-    environment: Mapping[str, str], *, devices: DeviceList, pack_root: Path
+    environment: Mapping[str, str],
+    *,
+    devices: DeviceList,
+    pack_root: Path,
+    interface: str | None = None,
 ) -> dict[str, str]:
-    """`environment` for a group on `devices`, whose rank r sees its CUDA device as `cuda:r`."""
+    """`environment` for a group on `devices`, whose rank r of this machine sees its CUDA device as `cuda:r`.
+
+    interface: the network interface towards the group's other machines, unless the user has named one; None keeps
+    the collectives on this machine.
+    """
     child = {
         name: value
         for name, value in environment.items()
@@ -46,9 +54,12 @@ def child_environment(
     search = [str(pack_root), *filter(None, [environment.get("PYTHONPATH")])]
     child["PYTHONPATH"] = ":".join(search)
     child["PYTHONUNBUFFERED"] = "1"
-    # Bootstrap sockets of the collectives stay on this machine.
-    child["GLOO_SOCKET_IFNAME"] = "lo"
-    child["NCCL_SOCKET_IFNAME"] = "lo"
+    if interface is None:
+        # Bootstrap sockets of the collectives stay on this machine.
+        child["GLOO_SOCKET_IFNAME"] = child["NCCL_SOCKET_IFNAME"] = "lo"
+    else:
+        child.setdefault("GLOO_SOCKET_IFNAME", interface)
+        child.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # exactly this one
     return child
 
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..ipc.channel import ChannelClosed, SocketChannel
@@ -24,11 +26,13 @@ from ..ipc.errors import ProtocolError, WorkerStartError
 from ..ipc.messages import Ready, Shutdown
 from .environment import child_environment
 from .listener import Listener, RankConnection
+from .machines import MachineConnection, MachineDoor, command_to_join
 from .process import ProcessHandle
 from .spec import LaunchSpec
 
 POLL_S = 0.05
 READY_TIMEOUT_S = 1.0
+REASON_TIMEOUT_S = 5.0
 SHUTDOWN_SEND_S = 1.0
 TAIL_LINES, TAIL_BYTES = 60, 16 * 2**10
 MAX_LOG_BYTES = 8 * 2**20
@@ -70,7 +74,10 @@ class GroupLog:
 
 
 class RunningProcesses:
-    """The processes of a group and what is held for them: channels, pidfds, lifeline, folder."""
+    """The processes of a group and what is held for them: channels, pidfds, lifeline, folder.
+
+    Of other machines it has only the connections; their ends end what runs there (join.py).
+    """
 
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
@@ -79,9 +86,13 @@ class RunningProcesses:
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.log.close)
         try:
-            self.listener = Listener(world_size=spec.world_size)
+            self.listener = Listener(world_size=spec.ranks_per_machine)
             self._resources.callback(self.listener.remove_folder)
             self._resources.callback(self.listener.close)
+            self.door: MachineDoor | None = None
+            if spec.machines is not None:
+                self.door = MachineDoor(spec, token=self.listener.token)
+                self._resources.callback(self.door.close)
             # Only this process holds the writing end: its end is the end of this process or of the
             # group.
             lifeline, self._lifeline = os.pipe()
@@ -96,8 +107,19 @@ class RunningProcesses:
             self._resources.close()
             raise
 
+    @property
+    def machines(self) -> dict[int, MachineConnection]:
+        """The other machines that have joined, by number."""
+        return {} if self.door is None else self.door.joined
+
     def channel(self, rank: int) -> SocketChannel:
         return self.ranks[rank].channel
+
+    def close_doors(self) -> None:
+        """Let nobody in any more."""
+        self.listener.close()
+        if self.door is not None:
+            self.door.close()
 
     def end(self, *, grace_s: float = 0.0, settle_s: float = 0.0) -> None:
         """End all processes and free everything, in bounded time. A process that stays is logged.
@@ -114,10 +136,13 @@ class RunningProcesses:
         # The end of its socket ends a rank at once, even in a stuck collective.
         for connection in self.ranks.values():
             connection.channel.close()
-        self.listener.close()
+        for machine in self.machines.values():
+            machine.channel.close()
+        self.close_doors()
         self.launcher.wait(settle_s)
         self._drop_lifeline()
-        handles = [self.launcher, *(connection.process for connection in self.ranks.values())]
+        processes = [connection.process for connection in self.ranks.values()]
+        handles = [self.launcher, *(process for process in processes if process is not None)]
         for number, patience_s in ((None, 2.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
             deadline = time.monotonic() + patience_s
             for handle in handles:
@@ -131,8 +156,8 @@ class RunningProcesses:
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.1)  # reaps
-        for connection in self.ranks.values():
-            connection.process.close()
+        for handle in handles[1:]:
+            handle.close()
         self._resources.close()
 
     def _launch(self, lifeline: int) -> subprocess.Popen[bytes]:
@@ -141,32 +166,71 @@ class RunningProcesses:
             "--folder": str(self.listener.folder),
             "--lifeline": str(lifeline),
             "--client": str(os.getpid()),
-            "--ranks": str(spec.world_size),
+            "--ranks": str(spec.ranks_per_machine),
             "--device": spec.devices.kind,
             "--mesh": str(spec.degrees),
             "--runner": spec.runner,
         }
-        return subprocess.Popen(
-            [
-                spec.python,
-                "-m",
-                "workers.launcher",
-                *(part for pair in options.items() for part in pair),
-            ],
-            cwd=spec.pack_root,
-            env=child_environment(os.environ, devices=spec.used_devices, pack_root=spec.pack_root),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log.descriptor,
-            stderr=self.log.descriptor,
-            pass_fds=(lifeline,),
-            # Ctrl-C in ComfyUI's terminal is for ComfyUI, which then ends the group.
-            start_new_session=True,
+        inherited = [lifeline]
+        if spec.machines is not None and self.door is not None:
+            inherited.append(self.door.store.fileno())
+            options |= {
+                "--machines": str(spec.machines.count),
+                "--store": str(self.door.store_address),
+                "--store-listener": str(self.door.store.fileno()),
+            }
+        process = start_launcher(
+            options,
+            python=spec.python,
+            pack_root=spec.pack_root,
+            environment=child_environment(
+                os.environ,
+                devices=spec.used_devices,
+                pack_root=spec.pack_root,
+                interface=None if self.door is None else self.door.interface,
+            ),
+            output=self.log.descriptor,
+            inherited=inherited,
         )
+        if self.door is not None:
+            self.door.close_store()
+        return process
 
     def _drop_lifeline(self) -> None:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+
+
+def start_launcher(
+    options: Mapping[str, str],
+    *,
+    python: str,
+    pack_root: Path,
+    environment: Mapping[str, str],
+    output: int,
+    inherited: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Run workers/launcher.py with `options`; it and its ranks write to `output`.
+
+    inherited: descriptors that it finds under their own numbers.
+    """
+    return subprocess.Popen(
+        [
+            python,
+            "-m",
+            "workers.launcher",
+            *(part for pair in options.items() for part in pair),
+        ],
+        cwd=pack_root,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=inherited,
+        # Ctrl-C in the terminal is for whoever started this, who then ends the group.
+        start_new_session=True,
+    )
 
 
 class StartingGroup:
@@ -193,15 +257,20 @@ class StartingGroup:
         """
         ready: set[int] = set()
         processes = self._processes
+        if processes.spec.machines is not None:
+            logger.info(
+                "waiting for %d other machine(s); on each run: %s",
+                processes.spec.machines.count - 1,
+                command_to_join(processes.spec.machines.head),
+            )
         try:
             while len(ready) < processes.spec.world_size:
                 if called_off.is_set():
                     raise StartInterrupted
                 if time.monotonic() > self._deadline:
-                    missing = sorted(set(range(processes.spec.world_size)) - ready)
                     raise WorkerStartError(
                         "the worker group was not ready within "
-                        f"{processes.spec.start_timeout_s:g} s; rank {', '.join(map(str, missing))} did not report"
+                        f"{processes.spec.start_timeout_s:g} s; {self._what_is_missing(ready)}"
                     )
                 self._step(ready)
         except WorkerStartError as error:
@@ -212,9 +281,10 @@ class StartingGroup:
         except BaseException:
             processes.end()
             raise
-        processes.listener.close()
+        processes.close_doors()
         pids = {
-            rank: connection.process.pid for rank, connection in sorted(processes.ranks.items())
+            rank: f"{connection.pid}{connection.place}"
+            for rank, connection in sorted(processes.ranks.items())
         }
         logger.info(
             "worker group %s on %s is ready: launcher %d, ranks %s",
@@ -230,15 +300,26 @@ class StartingGroup:
         processes = self._processes
         poll = select.poll()
         poll.register(processes.launcher, select.POLLIN)
-        poll.register(processes.listener, select.POLLIN)
+        doors: dict[int, Callable[[], RankConnection | None]] = {
+            processes.listener.fileno(): partial(
+                processes.listener.accept, launcher_pid=processes.launcher.pid
+            )
+        }
+        if processes.door is not None:
+            doors[processes.door.fileno()] = processes.door.accept
         waiting = {
             connection.channel.fileno(): connection for connection in processes.ranks.values()
         }
-        for descriptor in waiting:
+        joined = {machine.channel.fileno(): machine for machine in processes.machines.values()}
+        for descriptor in (*doors, *waiting, *joined):
             poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(POLL_S * 1000):
-            if descriptor == processes.listener.fileno():
-                connection = processes.listener.accept(launcher_pid=processes.launcher.pid)
+        # What machines say before that their ranks ended: it tells why.
+        events = [descriptor for descriptor, _ in poll.poll(POLL_S * 1000)]
+        for descriptor in sorted(events, key=lambda descriptor: descriptor not in joined):
+            if descriptor in joined:
+                raise WorkerStartError(str(joined[descriptor].last_word()))
+            if descriptor in doors:
+                connection = doors[descriptor]()
                 if connection is not None:
                     self._admit(connection)
             elif descriptor == processes.launcher.fileno():
@@ -250,17 +331,36 @@ class StartingGroup:
 
     def _admit(self, connection: RankConnection) -> None:
         if connection.rank in self._processes.ranks:
-            connection.channel.close()
-            connection.process.close()
+            connection.close()
             raise WorkerStartError(f"rank {connection.rank} reported twice")
         self._processes.ranks[connection.rank] = connection
+
+    def _what_is_missing(self, ready: set[int]) -> str:
+        processes = self._processes
+        machines = processes.spec.machines
+        if machines is not None and processes.door is not None and processes.door.missing:
+            return (
+                f"{len(processes.machines)} of {machines.count - 1} other machines joined: run "
+                f"`{command_to_join(machines.head)}` there, in the folder of the pack"
+            )
+        missing = sorted(set(range(processes.spec.world_size)) - ready)
+        return f"rank {', '.join(map(str, missing))} did not report"
 
     def _hear_ready(self, connection: RankConnection) -> int:
         rank = connection.rank
         try:
             message = connection.channel.receive(READY_TIMEOUT_S).message
         except (ChannelClosed, ProtocolError, TimeoutError) as error:
-            raise WorkerStartError(f"rank {rank} ended before it was ready: {error}") from error
+            self._hear_reason(connection.machine)
+            raise WorkerStartError(
+                f"rank {rank}{connection.place} ended before it was ready: {error}"
+            ) from error
         if not isinstance(message, Ready) or message.rank != rank:
             raise WorkerStartError(f"rank {rank} said {type(message).__name__} instead of Ready")
         return rank
+
+    def _hear_reason(self, machine: int) -> None:
+        """Raise what another machine says, soon, of the end of its ranks."""
+        connection = self._processes.machines.get(machine)
+        if connection is not None and connection.channel.has_word_within(REASON_TIMEOUT_S):
+            raise WorkerStartError(str(connection.last_word()))

@@ -1,62 +1,72 @@
 """Where the ranks of a group report: a Unix socket in a folder that no other user can enter.
 
 Who may connect: a process of the same user, started by the group's launcher, that knows the group's
-token. The token lies in the folder and is never on a command line, which every user can read.
+token. Ranks of other machines come in elsewhere (machines.py).
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
-import secrets
-import shutil
 import socket
 import struct
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..ipc.channel import ChannelClosed, SocketChannel
 from ..ipc.errors import ProtocolError
 from ..ipc.messages import Hello
-from ..ipc.paths import SOCKET_NAME, TOKEN_NAME
+from ..ipc.paths import SOCKET_NAME
+from .folder import PrivateFolder, same_secret
 from .process import ProcessHandle, parent_pid
 
 HELLO_TIMEOUT_S = 10.0
 
 _CREDENTIALS = struct.Struct("3i")
-_MAX_SOCKET_PATH = 100  # bytes; Linux allows 107
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankConnection:
-    """A rank that has said hello."""
+    """A rank that has said hello.
+
+    process: None on another machine, whose number is `machine` and whose name is `host`.
+    """
 
     rank: int
+    pid: int
     channel: SocketChannel
-    process: ProcessHandle
+    process: ProcessHandle | None
+    machine: int = 0
+    host: str = ""
+
+    @property
+    def place(self) -> str:
+        """For messages: nothing on this machine, else which one it is."""
+        return f" on machine {self.host}" if self.host else ""
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the rank is gone, by then."""
+        if self.process is not None:
+            return self.process.wait(timeout_s)
+        return self.channel.ends_within(timeout_s)
+
+    def close(self) -> None:
+        self.channel.close()
+        if self.process is not None:
+            self.process.close()
 
 
 class Listener:
     """The private folder, and the socket in it."""
 
     def __init__(self, *, world_size: int) -> None:
+        """world_size: ranks 0..world_size-1 may report here."""
         self._world_size = world_size
-        self._token = secrets.token_hex(32)
-        self.folder = Path(tempfile.mkdtemp(prefix="wan-dist-"))
-        if len(os.fsencode(self.folder / SOCKET_NAME)) > _MAX_SOCKET_PATH:
-            self.folder.rmdir()
-            self.folder = Path(tempfile.mkdtemp(prefix="wan-dist-", dir="/tmp"))
+        self._private = PrivateFolder()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            descriptor = os.open(
-                self.folder / TOKEN_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
-            )
-            with os.fdopen(descriptor, "w") as file:
-                file.write(self._token)
             self._socket.bind(str(self.folder / SOCKET_NAME))
             self._socket.listen(world_size)
             self._socket.setblocking(False)
@@ -64,6 +74,14 @@ class Listener:
             self.close()
             self.remove_folder()
             raise
+
+    @property
+    def folder(self) -> Path:
+        return self._private.path
+
+    @property
+    def token(self) -> str:
+        return self._private.token
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -89,7 +107,7 @@ class Listener:
                     f"process {pid} connected, which the group's launcher did not start"
                 )
             hello = channel.receive(HELLO_TIMEOUT_S).message
-            if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token, self._token):
+            if not isinstance(hello, Hello) or not same_secret(hello.token, self.token):
                 raise ProtocolError(f"process {pid} does not know the token")
             if not 0 <= hello.rank < self._world_size or hello.pid != pid:
                 raise ProtocolError(
@@ -101,10 +119,10 @@ class Listener:
             if process is not None:
                 process.close()
             return None
-        return RankConnection(rank=hello.rank, channel=channel, process=process)
+        return RankConnection(rank=hello.rank, pid=pid, channel=channel, process=process)
 
     def close(self) -> None:
         self._socket.close()
 
     def remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._private.remove()

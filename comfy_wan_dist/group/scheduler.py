@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 from ..ipc.errors import (
     InsufficientMemoryError,
+    MachineLost,
     WanDistError,
     WorkerDied,
     WorkerStartError,
@@ -37,11 +38,10 @@ from ..ipc.errors import (
 )
 from ..ipc.messages import Done, Progress, Request, SampleRequest
 from ..ipc.shared import BufferPool, Parcel
-from ..mesh.degrees import MeshDegrees
 from ..mesh.devices import DeviceList
 from .joining import batch_of, is_joinable
 from .shared_run import Member, RunDisbanded, RunRefused, SharedRun
-from .spec import LaunchSpec
+from .spec import GroupKey, LaunchSpec
 
 if TYPE_CHECKING:
     from .client import WorkerGroup
@@ -55,7 +55,6 @@ MAX_SETTLE_S = 0.5
 
 PieceProgress = Callable[[int, Progress], None]
 InterruptCheck = Callable[[], None]
-PlaneKey = tuple[MeshDegrees, DeviceList, str]
 LOSSES = (WorkerDied, WorkerTimeout, WorkerStartError)
 
 logger = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ class Scheduler:
         self._numbers = itertools.count()
         self._waiting: list[_Ticket] = []
         self._busy: dict[_Ticket, LaunchSpec] = {}
-        self._failed_starts: set[PlaneKey] = set()
+        self._failed_starts: set[GroupKey] = set()
 
     def parcel(self) -> Parcel:
         """Room for the tensors of a node's pieces, which any plane can use."""
@@ -364,7 +363,7 @@ class Scheduler:
 
     def _planes_for_retry(self, ticket: _Ticket, error: Exception) -> tuple[LaunchSpec, ...]:
         """Where a piece that lost its plane may go; nowhere if the loss was wanted or would come again."""
-        if isinstance(error, WorkerStopped):
+        if isinstance(error, WorkerStopped | MachineLost):
             return ()
         lost = ticket.turn.result().plane.key
         others = tuple(plane for plane in ticket.planes if plane.key != lost)

@@ -4,8 +4,9 @@
     first byte
 
 Covered: partial reads and writes, deadlines in both directions, a limit on frames, refusal of
-descriptors that do not belong, and no leaked descriptor on any path. Not covered: encryption, other
-machines, trust: who may connect is checked where connections are accepted (group/listener.py).
+descriptors that do not belong, and no leaked descriptor on any path. Between machines the same
+frames go over TCP, without descriptors. Not covered: encryption, and trust: who may connect is
+checked where connections are accepted (group/listener.py, machines.py).
 Imports no torch: a rank says hello before it does.
 
 One thread may send while another receives; two senders (or receivers) at once need their own lock.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import queue
 import select
@@ -39,6 +41,10 @@ _RECEIVE_BYTES = 64 * 2**10
 
 class ChannelClosed(WanDistError):
     """The other side has gone. Each side turns this into what it means there."""
+
+
+class ChannelCut(ChannelClosed):
+    """The connection is lost, and nobody has closed it: the other machine or the network is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,7 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """A channel over a connected AF_UNIX stream socket, which it owns."""
+    """A channel over a connected stream socket, which it owns; descriptors need AF_UNIX."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -86,6 +92,18 @@ class SocketChannel:
     def fileno(self) -> int:
         """To wait until a message may be there."""
         return self._socket.fileno()
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the other side is gone, by then; what it said before can still be received."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+    def has_word_within(self, timeout_s: float) -> bool:
+        """Whether `receive` would not just wait, by then."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
     def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
         body = encode(message)
@@ -103,7 +121,7 @@ class SocketChannel:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline, "the other side does not read")
             except OSError as error:
-                raise ChannelClosed(f"the other side has gone: {error}") from error
+                raise _gone(error) from error
             else:
                 left = left[sent:]
                 control = []
@@ -157,7 +175,7 @@ class SocketChannel:
                 self._wait(select.POLLIN, deadline, "no message came")
             except OSError as error:
                 self._drop_fds()
-                raise ChannelClosed(f"the other side has gone: {error}") from error
+                raise _gone(error) from error
         at_start = not self._data
         arrived = 0
         for level, kind, payload in controls:
@@ -195,6 +213,12 @@ class SocketChannel:
         with contextlib.suppress(IndexError):
             while True:
                 os.close(self._fds.pop())
+
+
+def _gone(error: OSError) -> ChannelClosed:
+    closed = error.errno in (errno.ECONNRESET, errno.EPIPE, errno.EBADF)
+    kind = ChannelClosed if closed else ChannelCut
+    return kind(f"the other side has gone: {error}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

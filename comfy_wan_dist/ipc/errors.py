@@ -10,9 +10,11 @@
     |   +-- WorkerStartError   it did not become ready
     |   +-- WorkerDied         a rank ended while it was needed
     |   |   +-- WorkerStopped  the group was told to end while it was needed
+    |   |   +-- MachineLost    one of the group's other machines is gone
     |   +-- WorkerTimeout      no word within the deadline
     |   +-- RemoteError        a rank raised an error that is not a ConfigError
     +-- ProtocolError        a message that neither side should have sent
+        +-- VersionMismatch  a message of another version of this project
 
 A message says what is wrong, what was got, what is allowed, and what to do about it, in that order.
 """
@@ -60,6 +62,10 @@ class WorkerStopped(WorkerDied):
     """The group was told to end while it was needed: nobody wants the job any more."""
 
 
+class MachineLost(WorkerDied):
+    """One of the group's other machines is gone: starting again would only wait for it."""
+
+
 class WorkerTimeout(WorkerError):
     """The group gave no sign of life within the deadline."""
 
@@ -78,6 +84,10 @@ class RemoteError(WorkerError):
 
 class ProtocolError(WanDistError):
     """A message that neither side should have sent."""
+
+
+class VersionMismatch(ProtocolError):
+    """A message of another version of this project."""
 
 
 # Errors that travel by name: what a rank raises, the client raises again as the same class.

@@ -1,4 +1,4 @@
-"""The messages between ComfyUI's process and the ranks, and their JSON form.
+"""The messages between ComfyUI's process, the ranks and other machines, and their JSON form.
 
 A message is one frozen dataclass. On the wire it is `{"version", "kind", "body"}`; `kind` is the class name,
 the body is checked field by field against the annotations, so that a wrong message fails here and not later.
@@ -17,7 +17,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .errors import ConfigError, ProtocolError
+from .errors import ConfigError, ProtocolError, VersionMismatch
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -199,6 +199,41 @@ class Failed:
     fatal: bool
 
 
+# ---- between machines ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrive:
+    """First message of another machine to the head. name: its host name."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Join:
+    """What the machine is to start as number `node` of `machines`.
+
+    ranks, device: how many processes, and whether they need a CUDA device each ("cuda") or none ("cpu").
+    store_port: of torch's store, on the host that the machine has reached. token: what its ranks show to the head.
+    """
+
+    node: int
+    machines: int
+    ranks: int
+    device: str
+    mesh: str
+    runner: str
+    store_port: int
+    token: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refuse:
+    """Why the sender takes no part, or no longer does; the connection's last message."""
+
+    reason: str
+
+
 MESSAGES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
@@ -213,12 +248,17 @@ MESSAGES: dict[str, type[Any]] = {
         Progress,
         Done,
         Failed,
+        Arrive,
+        Join,
+        Refuse,
     )
 }
 
 JobRequest = SampleRequest | DecodeRequest | EncodeRequest
 Request = JobRequest | Unload
-Message = Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed
+Message = (
+    Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed | Arrive | Join | Refuse
+)
 
 M = TypeVar("M")
 
@@ -240,20 +280,23 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Inverse of `encode`. Raises ProtocolError on anything else."""
+    """Inverse of `encode`. Raises VersionMismatch, and ProtocolError on anything else."""
     try:
         envelope = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a message is not JSON: {error}") from error
-    if not isinstance(envelope, dict) or envelope.get("version") != PROTOCOL_VERSION:
-        got = envelope.get("version") if isinstance(envelope, dict) else envelope
-        raise ProtocolError(
-            f"protocol version {got!r} was received; this side speaks {PROTOCOL_VERSION}"
+    if not isinstance(envelope, dict):
+        raise ProtocolError(f"a message is {envelope!r}; it must be an object")
+    version = envelope.get("version")
+    if version != PROTOCOL_VERSION:
+        kind = VersionMismatch if isinstance(version, int) else ProtocolError
+        raise kind(
+            f"protocol version {version!r} was received; this side speaks {PROTOCOL_VERSION}"
         )
-    kind = envelope.get("kind")
-    if not isinstance(kind, str) or kind not in MESSAGES:
-        raise ProtocolError(f"unknown kind of message {kind!r}")
-    message: Message = from_plain(MESSAGES[kind], envelope.get("body"), kind)
+    name = envelope.get("kind")
+    if not isinstance(name, str) or name not in MESSAGES:
+        raise ProtocolError(f"unknown kind of message {name!r}")
+    message: Message = from_plain(MESSAGES[name], envelope.get("body"), name)
     return message
 
 

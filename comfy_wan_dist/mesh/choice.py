@@ -57,13 +57,19 @@ def choose_mesh(
     device_memory: int | None = None,
     dtype: str = "bfloat16",
     grid: LatentGrid = LARGE_VIDEO,
+    machines: int = 1,
 ) -> MeshDegrees:
     """The mesh to start a plane for, so that a video of `grid` fits into `device_memory` bytes of each device.
 
+    machines: the ranks divide by it, so that each machine gets as many.
     Without `device_memory` everything is taken to fit. Where nothing fits it is the mesh that needs least: loading it
     says what is missing.
     """
-    planes = list(valid_planes(shape, device_count=device_count, guided=guided))
+    planes = [
+        mesh
+        for mesh in valid_planes(shape, device_count=device_count, guided=guided)
+        if mesh.world_size % machines == 0
+    ]
     if device_memory is None:
         return max(planes, key=preference)
     job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)

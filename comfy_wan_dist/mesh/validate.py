@@ -18,12 +18,14 @@ def validate_axes(degrees: MeshDegrees) -> None:
             )
 
 
-def validate_devices(degrees: MeshDegrees, devices: DeviceList) -> None:
-    """Refuse a mesh with more ranks than devices."""
-    if degrees.world_size > devices.count:
+def validate_devices(degrees: MeshDegrees, devices: DeviceList, *, machines: int = 1) -> None:
+    """Refuse a mesh with more ranks than `devices` on each machine."""
+    count = devices.count * machines
+    if degrees.world_size > count:
+        on_each = "" if machines == 1 else f" on each of {machines} machines"
         raise MeshError(
-            f"mesh {degrees} needs {degrees.world_size} devices but {devices.count} "
-            f"{'is' if devices.count == 1 else 'are'} given ({devices}); "
+            f"mesh {degrees} needs {degrees.world_size} devices but {count} "
+            f"{'is' if count == 1 else 'are'} given ({devices}{on_each}); "
             "choose a smaller mesh or name more devices"
         )
 

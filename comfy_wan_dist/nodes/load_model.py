@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from .. import comfy_adapter, session
 from ..handle import DTYPES, ModelHandle, fingerprint
+from ..mesh.machines import MAX_MACHINES
 from ..model_file.header import read_model_file
 
 WanDistModel = io.Custom("WAN_DIST_MODEL")
@@ -48,7 +49,8 @@ class LoadModel(io.ComfyNode):
                 io.String.Input(
                     "devices",
                     default="all",
-                    tooltip="GPUs to use: all, or indices such as 0,1,2,3. cpu:4 runs 4 ranks on the CPU.",
+                    tooltip="GPUs to use on each machine: all, or indices such as 0,1,2,3. cpu:4 runs 4 ranks on the "
+                    "CPU.",
                 ),
                 io.Boolean.Input(
                     "compile",
@@ -56,13 +58,36 @@ class LoadModel(io.ComfyNode):
                     tooltip="Compile the blocks with torch.compile: the first run of each size takes a minute or more "
                     "longer, later ones are faster.",
                 ),
+                io.Int.Input(
+                    "machines",
+                    default=1,
+                    min=1,
+                    max=MAX_MACHINES,
+                    optional=True,
+                    tooltip="Machines that make one video together, 1 to 16, this one included. On each other one run: "
+                    "python -m comfy_wan_dist worker --join, followed by head_address.",
+                ),
+                io.String.Input(
+                    "head_address",
+                    default="",
+                    optional=True,
+                    tooltip="With several machines: HOST:PORT at which the others reach this one, such as "
+                    "192.168.1.10:29400. Any free port from 1 to 65535, in a network that you trust.",
+                ),
             ],
             outputs=[WanDistModel.Output(display_name="model")],
         )
 
     @classmethod
     def fingerprint_inputs(
-        cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool
+        cls,
+        model_name: str,
+        dtype: str,
+        mesh: str,
+        devices: str,
+        compile: bool,
+        machines: int = 1,
+        head_address: str = "",
     ) -> str:
         return fingerprint(
             read_model_file(comfy_adapter.model_path("diffusion_models", model_name))
@@ -70,7 +95,14 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model_name: str, dtype: str, mesh: str, devices: str, compile: bool
+        cls,
+        model_name: str,
+        dtype: str,
+        mesh: str,
+        devices: str,
+        compile: bool,
+        machines: int = 1,
+        head_address: str = "",
     ) -> io.NodeOutput:
         handle = ModelHandle(
             path=comfy_adapter.model_path("diffusion_models", model_name),
@@ -78,6 +110,8 @@ class LoadModel(io.ComfyNode):
             mesh=mesh,
             devices=devices,
             compile=compile,
+            machines=machines,
+            head_address=head_address,
         )
         session.resolve(handle)
         return io.NodeOutput(handle)

@@ -1,0 +1,105 @@
+"""TCP between the machines of a group: addresses, sockets that notice a lost peer, and the network interface.
+
+The heartbeats are the kernel's keepalive probes, which also run while a process is busy or holds the GIL: a peer that
+is gone without a word becomes an error on the socket within 25 s. Not covered: IPv6, encryption. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+KEEPALIVE_IDLE_S = 5
+KEEPALIVE_INTERVAL_S = 5
+KEEPALIVE_PROBES = 3
+UNANSWERED_MS = 20_000
+
+BACKLOG = 64
+_LABEL = "[A-Za-z0-9_-]{1,63}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a machine is reached: a host name or IPv4 address, and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """`HOST:PORT`. Raises ConfigError."""
+    match = re.fullmatch(rf"(?P<host>{_LABEL}(\.{_LABEL})*):(?P<port>[0-9]{{1,5}})", text.strip())
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise ConfigError(
+            f"address {text!r} is not HOST:PORT; write a host name or IPv4 address and a port from 1 to 65535, "
+            "such as 192.168.1.10:29400"
+        )
+    return Address(host=match["host"], port=int(match["port"]))
+
+
+def listen(address: Address) -> socket.socket:
+    """A socket that listens on this one address of this machine; port 0 takes a free one. Raises ConfigError."""
+    try:
+        ip = socket.gethostbyname(address.host)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"the host of {address} cannot be found ({error.strerror}); write this machine's IPv4 address"
+        ) from error
+    try:
+        return socket.create_server((ip, address.port), backlog=BACKLOG)
+    except OSError as error:
+        remedies = {
+            errno.EADDRINUSE: "choose another port, or end what listens there",
+            errno.EADDRNOTAVAIL: "it is no address of this machine: write one at which the others reach it",
+            errno.EACCES: "choose a port from 1024 on",
+        }
+        remedy = remedies.get(error.errno or 0, "choose another address")
+        raise ConfigError(
+            f"this machine cannot listen on {address} ({os.strerror(error.errno or 0)}); {remedy}"
+        ) from error
+
+
+def connect(address: Address, *, timeout_s: float) -> socket.socket:
+    """A watched connection. Raises OSError."""
+    connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    watch(connection)
+    return connection
+
+
+def watch(connection: socket.socket) -> None:
+    """Have the kernel find out when the peer is gone, whether or not anything is being sent."""
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_MS),
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    ):
+        connection.setsockopt(level, option, value)
+
+
+def interface_of(ip: str) -> str:
+    """The network interface that has this address, or that stands for all of 127.0.0.0/8. Raises ConfigError."""
+    import psutil
+
+    wanted = ipaddress.ip_address(ip)
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family != socket.AF_INET:
+                continue
+            own = ipaddress.ip_address(entry.address)
+            if own == wanted or (own.is_loopback and wanted.is_loopback):
+                return str(name)
+    raise ConfigError(
+        f"no network interface of this machine has the address {ip}; write one of its own"
+    )

@@ -1,0 +1,66 @@
+"""Where a job's model files lie on this rank's machine, and whether they are the ones that the job was made for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
+from comfy_wan_dist.model_file.header import ModelFile, read_model_file
+
+Spec = ModelSpec | VAESpec
+
+
+class ModelFiles(Protocol):
+    """The model files as a rank sees them."""
+
+    def read(self, spec: Spec) -> ModelFile:
+        """The file's header as it is now. Raises ModelFileError if it is not the file that `spec` describes."""
+        ...
+
+
+class GivenFiles:
+    """Of ComfyUI's machine: the paths are true, and size and time of change tell a replaced file."""
+
+    def read(self, spec: Spec) -> ModelFile:
+        file = read_model_file(spec.path)
+        if (file.file_bytes, file.mtime_ns) != (spec.file_bytes, spec.mtime_ns):
+            raise ModelFileError(
+                f"{spec.path} changed after the job was made; run it again when the file is complete"
+            )
+        return file
+
+
+class CopiedFiles:
+    """Of another machine: a file of the same size at the same path, or of the same name below a folder."""
+
+    def __init__(self, *, folder: Path | None, machine: str) -> None:
+        """machine: its name, for messages."""
+        self._folder = folder
+        self._machine = machine
+
+    def read(self, spec: Spec) -> ModelFile:
+        seen = []
+        for path in self._candidates(Path(spec.path)):
+            if not os.path.isfile(path):
+                continue
+            file = read_model_file(str(path))
+            if file.file_bytes == spec.file_bytes:
+                return file
+            seen.append(f"{path} has {file.file_bytes} bytes")
+        where = "" if self._folder is None else f" or below {self._folder}"
+        raise ModelFileError(
+            f"machine {self._machine} has no file of {spec.file_bytes} bytes at {spec.path}{where}"
+            f"{''.join(f', and {one}' for one in seen)}; copy it there, or start its worker with --models FOLDER"
+        )
+
+    def _candidates(self, path: Path) -> Iterator[Path]:
+        yield path
+        if self._folder is not None:
+            for folder, folders, names in os.walk(self._folder):
+                folders.sort()
+                if path.name in names:
+                    yield Path(folder, path.name)
