@@ -162,7 +162,12 @@ def measure_parity(bench: Bench) -> Result:
 
     def velocity(device: torch.device, dtype: torch.dtype) -> Tensor:
         model = build_model(
-            TINY_TRANSFORMER, pp=lone_rank("pp"), tp=lone_rank("tp"), dtype=dtype, device=device
+            TINY_TRANSFORMER,
+            pp=lone_rank("pp"),
+            tp=lone_rank("tp"),
+            fsdp=lone_rank("fsdp"),
+            dtype=dtype,
+            device=device,
         )
         model.load_state_dict(weights)
         return _build_forward(model, PARITY_GRID, device)()
@@ -313,6 +318,7 @@ def _random_transformer(bench: Bench) -> WanModel:
         bench.sizes.transformer,
         pp=lone_rank("pp"),
         tp=lone_rank("tp"),
+        fsdp=lone_rank("fsdp"),
         dtype=torch.bfloat16,
         device=bench.device,
     )
@@ -373,9 +379,14 @@ def _load_seconds(bench: Bench, path: Path) -> float:
     file = read_wan_file(read_model_file(str(path)))
     tp = lone_rank("tp")
     model = build_model(
-        file.shape, pp=lone_rank("pp"), tp=tp, dtype=torch.bfloat16, device=bench.device
+        file.shape,
+        pp=lone_rank("pp"),
+        tp=tp,
+        fsdp=lone_rank("fsdp"),
+        dtype=torch.bfloat16,
+        device=bench.device,
     )
-    load_weights(model, file, tp=tp, report=lambda done, total: None)
+    load_weights(model, file, tp=tp, fsdp=lone_rank("fsdp"), report=lambda done, total: None)
     bench.synchronize()
     return time.perf_counter() - start
 

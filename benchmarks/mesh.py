@@ -118,7 +118,9 @@ def stage_rounds(rank: int, micro_batches: int) -> tuple[StageRound, ...]:
     groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
     waits: list[float] = []
     pp = watched(groups.pp, waits)
-    model = build_model(SHAPE, pp=pp, tp=groups.tp, dtype=torch.float32, device=CPU)
+    model = build_model(
+        SHAPE, pp=pp, tp=groups.tp, fsdp=groups.fsdp, dtype=torch.float32, device=CPU
+    )
     for parameter in model.parameters():
         parameter.normal_(std=0.02)
     batches = [micro_batch(model) for _ in range(micro_batches)]

@@ -84,7 +84,12 @@ class OurForward:
         tp, ulysses, cfg = groups.tp, groups.ulysses, groups.cfg
         self._stages = groups.pp
         self._model = build_model(
-            workload.shape, pp=groups.pp, tp=tp, dtype=workload.dtype, device=CPU
+            workload.shape,
+            pp=groups.pp,
+            tp=tp,
+            fsdp=groups.fsdp,
+            dtype=workload.dtype,
+            device=CPU,
         )
         for name, parameter in self._model.named_parameters():
             full = weights[name]

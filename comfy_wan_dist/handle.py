@@ -15,7 +15,7 @@ from .mesh.degrees import MeshDegrees, parse_mesh
 from .mesh.devices import DeviceList, parse_devices
 from .mesh.machines import Machines, parse_machines, validate_machines
 from .mesh.shape import WanShape
-from .mesh.validate import validate_axes, validate_devices, validate_model
+from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, read_model_file
 from .model_file.wan import read_wan_file
 
@@ -70,7 +70,6 @@ def resolve_model(
     degrees = parse_mesh(handle.mesh)
     is_auto = degrees is None
     if degrees is not None:
-        validate_axes(degrees)
         validate_machines(degrees, machines)
         validate_devices(degrees, devices, machines=handle.machines)
     file = read_wan_file(read_model_file(handle.path))

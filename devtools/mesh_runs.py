@@ -247,9 +247,9 @@ def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
     votes = dist.new_group() if degrees.world_size > 1 else None
-    return PlaneRunner(plane=plane, device=CPU, files=GivenFiles()), Agreement(
-        rank=rank, size=degrees.world_size, group=votes
-    )
+    return PlaneRunner(
+        plane=plane, local_ranks=degrees.world_size, device=CPU, files=GivenFiles()
+    ), Agreement(rank=rank, size=degrees.world_size, group=votes)
 
 
 def mesh_degrees(mesh: str) -> MeshDegrees:

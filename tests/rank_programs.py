@@ -35,9 +35,9 @@ from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, mean_square
 from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
+from workers.parallel.fsdp import BookedGather, local_part
 from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
-from workers.parallel.weights import BookedGather, local_part
 
 T = TypeVar("T")
 

@@ -93,13 +93,13 @@ class StubRunner:
 
 
 def build(
-    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+    *, degrees: MeshDegrees, rank: int, local_ranks: int, device: torch.device, files: ModelFiles
 ) -> StubRunner:
     return StubRunner(rank)
 
 
 def build_fails(
-    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+    *, degrees: MeshDegrees, rank: int, local_ranks: int, device: torch.device, files: ModelFiles
 ) -> StubRunner:
     if rank == degrees.plane_size - 1:
         raise RuntimeError("this rank cannot start")
@@ -107,7 +107,7 @@ def build_fails(
 
 
 def build_slowly(
-    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+    *, degrees: MeshDegrees, rank: int, local_ranks: int, device: torch.device, files: ModelFiles
 ) -> StubRunner:
     time.sleep(3600)
     return StubRunner(rank)

@@ -30,6 +30,8 @@ from graphs import (
 )
 from safetensors.torch import save_file
 
+from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.memory import weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import write_transformer
@@ -268,7 +270,9 @@ def shape_of_bytes(size: float, *, dim: int, ffn_dim: int) -> WanShape:
     def shape(blocks: int) -> WanShape:
         return WanShape(dim=dim, ffn_dim=ffn_dim, num_layers=blocks, in_dim=48, out_dim=48)
 
-    one, two = (2 * shape(blocks).parameters_per_rank(1) for blocks in (1, 2))
+    one, two = (
+        weight_bytes(shape(blocks), MeshDegrees(), stage=0, dtype="bfloat16") for blocks in (1, 2)
+    )
     return shape(1 + max(0, round((size - one) / (two - one))))
 
 

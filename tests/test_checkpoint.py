@@ -16,7 +16,7 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError, ModelFileError
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.memory import WORKING_BYTES
+from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import TensorEntry, read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
@@ -33,6 +33,7 @@ from devtools.mesh_runs import (
     Schedule,
     build_local_runner,
     build_request,
+    mesh_degrees,
     model_spec,
 )
 from workers.checkpoint import reader
@@ -60,12 +61,18 @@ def load(
 ) -> tuple[WanModel, int, list[tuple[int, int]]]:
     """A rank's model, the bytes read, and the progress reported."""
     tp = tp_group(size, rank)
-    model = build_model(file.shape, pp=lone_rank("pp"), tp=tp, dtype=dtype, device=CPU)
+    model = build_model(
+        file.shape, pp=lone_rank("pp"), tp=tp, fsdp=lone_rank("fsdp"), dtype=dtype, device=CPU
+    )
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
     bytes_read = load_weights(
-        model, file, tp=tp, report=lambda done, total: reports.append((done, total))
+        model,
+        file,
+        tp=tp,
+        fsdp=lone_rank("fsdp"),
+        report=lambda done, total: reports.append((done, total)),
     )
     return model, bytes_read, reports
 
@@ -336,16 +343,21 @@ def test_model_that_does_not_fit_is_refused_without_being_read(tmp_path: Path) -
 
 
 def memory_error(
-    mesh: MeshDegrees, free_gib: float, *, device: torch.device = CPU, bytes_per_parameter: int = 2
+    mesh: str,
+    free_gib: float,
+    *,
+    device: torch.device = CPU,
+    dtype: str = "bfloat16",
+    machines: int = 1,
 ) -> str:
-    need = TI2V_5B.parameters_per_rank(mesh.tp) * bytes_per_parameter
+    degrees = mesh_degrees(mesh)
     try:
         validate_memory(
             TI2V_5B,
-            mesh,
-            ranks=mesh.world_size,
-            shard_bytes=need,
-            bytes_per_parameter=bytes_per_parameter,
+            degrees,
+            stage=0,
+            dtype=dtype,
+            local_ranks=degrees.plane_size // machines,
             device=device,
             free_bytes=int(free_gib * GIB),
         )
@@ -356,34 +368,39 @@ def memory_error(
 
 def test_refusal_names_a_mesh_that_fits() -> None:
     cuda = torch.device("cuda", 0)
-    # 5B in 16 bits is 9.3 GiB, and half a GiB beside.
-    assert memory_error(MeshDegrees(ulysses=4), 10, device=cuda) == "fits"
-    assert memory_error(MeshDegrees(ulysses=4), 9, device=cuda) == (
-        "each rank of mesh ulysses4 needs 9.8 GiB for the model on cuda:0, which has 9.0 GiB free; "
-        "mesh ulysses2-tp2 would fit"
+    # 5B in 16 bits is 9.4 GiB, and half a GiB beside.
+    assert memory_error("ulysses4", 10, device=cuda) == "fits"
+    assert memory_error("ulysses4", 9, device=cuda) == (
+        "each rank of mesh ulysses4 needs 9.9 GiB for the model on cuda:0, which has 9.0 GiB free; "
+        "mesh cfg2-tp2 would fit"
     )
-    assert "mesh tp4 would fit" in memory_error(MeshDegrees(ulysses=4), 3.2, device=cuda)
-    assert memory_error(MeshDegrees(ulysses=4), 1, device=cuda).endswith(
+    assert memory_error("cfg2-tp2", 9, device=cuda) == "fits"
+    assert "mesh tp4 would fit" in memory_error("ulysses4", 3.3, device=cuda)
+    assert memory_error("ulysses4", 1, device=cuda).endswith(
         "no mesh of these devices would fit: use more or larger devices"
     )
-    assert memory_error(MeshDegrees(ulysses=4), 4, device=cuda, bytes_per_parameter=4).endswith(
+    assert memory_error("ulysses4", 4, device=cuda, dtype="float32").endswith(
         "use more or larger devices, or the dtype bfloat16 with mesh tp4"
     )
 
 
 def test_ranks_on_the_cpu_share_its_memory() -> None:
-    assert memory_error(MeshDegrees(ulysses=2), 20) == "fits"
-    assert memory_error(MeshDegrees(ulysses=2), 15) == (
-        "the 2 ranks of mesh ulysses2 together need 19.6 GiB for the model on cpu, which has 15.0 GiB free; "
-        "mesh single would fit"
+    assert memory_error("ulysses2", 20) == "fits"
+    assert memory_error("ulysses2", 15) == (
+        "the 2 ranks of mesh ulysses2 together need 19.9 GiB for the model on cpu, which has 15.0 GiB free; "
+        "mesh tp2 would fit"
     )
 
 
-def test_a_shard_of_exactly_the_free_memory_fits() -> None:
-    need = TI2V_5B.parameters_per_rank(1) * 2 + WORKING_BYTES
+def test_ranks_of_another_machine_do_not_share_this_ones_memory() -> None:
+    assert memory_error("ulysses2", 15, machines=2) == "fits"
+
+
+def test_weights_of_exactly_the_free_memory_fit() -> None:
+    need = load_bytes(TI2V_5B, MeshDegrees(), stage=0, dtype="bfloat16")
     cuda = torch.device("cuda", 0)
-    assert memory_error(MeshDegrees(), need / GIB, device=cuda) == "fits"
-    assert memory_error(MeshDegrees(), (need - 1) / GIB, device=cuda) != "fits"
+    assert memory_error("single", need / GIB, device=cuda) == "fits"
+    assert memory_error("single", (need - 1) / GIB, device=cuda) != "fits"
 
 
 def test_free_memory_of_the_cpu_is_plausible() -> None:

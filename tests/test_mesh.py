@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from comfy_wan_dist.ipc.errors import ConfigError, MeshError
-from comfy_wan_dist.mesh.choice import choose_mesh
+from comfy_wan_dist.mesh.choice import choose_mesh, fitting_mesh
 from comfy_wan_dist.mesh.degrees import AXES, MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.devices import DeviceList, parse_devices
 from comfy_wan_dist.mesh.layout import coordinates, groups, rank_at
-from comfy_wan_dist.mesh.memory import WORKING_BYTES, MemoryNeed, fitting_mesh, weights_per_rank
+from comfy_wan_dist.mesh.memory import load_bytes, weight_bytes
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import ShardRange, shard_range
 from comfy_wan_dist.mesh.validate import (
     allowed_tp,
     allowed_ulysses,
-    validate_axes,
     validate_devices,
     validate_grid,
     validate_model,
 )
-from devtools.checkpoints import TINY_TRANSFORMER
-from workers.checkpoint.load import build_model
-from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
+from workers.parallel.collectives import AxisGroup, Ledger
 
 TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
 SMALL_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=1, in_dim=48, out_dim=48)
@@ -173,11 +169,6 @@ def test_coordinates_refuse_a_rank_outside() -> None:
 
 
 # ---- refusals
-
-
-@pytest.mark.parametrize("axis", ["dp", "cfg", "pp", "ring", "ulysses", "tp"])
-def test_every_axis_is_accepted(axis: str) -> None:
-    validate_axes(MeshDegrees(**{axis: 2}))
 
 
 def test_mesh_larger_than_its_devices_is_refused() -> None:
@@ -340,73 +331,58 @@ def test_auto_takes_guidance_then_ulysses_then_a_ring(
 # ---- memory
 
 
-def test_parameter_count_of_ti2v_5b() -> None:
-    assert TI2V_5B.parameters_per_rank(1) == 4_999_787_712
+def test_weights_of_ti2v_5b() -> None:
+    assert weight_bytes(TI2V_5B, MeshDegrees(), stage=0, dtype="float32") == 4 * 4_999_787_712
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("shape", [TINY_TRANSFORMER, SMALL_5B], ids=["tiny", "one block of 5B"])
-def test_parameters_per_rank_equal_the_sharded_model(shape: WanShape, tp: int) -> None:
-    model = build_model(
-        shape,
-        pp=lone_rank("pp"),
-        tp=tp_group(tp, tp - 1),
-        dtype=torch.bfloat16,
-        device=torch.device("meta"),
-    )
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == shape.parameters_per_rank(tp)
-    need = weights_per_rank(shape, MeshDegrees(ulysses=2, tp=tp), bytes_per_parameter=4)
-    assert need == count * 4
-
-
-def fitting(free_bytes: int, *, world_size: int = 8, is_shared: bool = False) -> str:
+def fitting(free_bytes: int, *, device_count: int = 8, share_memory: bool = False) -> str:
     return str(
         fitting_mesh(
             TI2V_5B,
-            world_size=world_size,
-            bytes_per_parameter=2,
+            device_count=device_count,
+            share_memory=share_memory,
             free_bytes=free_bytes,
-            devices_share_memory=is_shared,
+            dtype="bfloat16",
         )
     )
 
 
-def need_of(tp: int) -> int:
-    weights = weights_per_rank(TI2V_5B, MeshDegrees(tp=tp), bytes_per_parameter=2)
-    assert MemoryNeed(weights=weights).total == weights + WORKING_BYTES
-    return weights + WORKING_BYTES
+def need_of(mesh: str) -> int:
+    degrees = parse_mesh(mesh)
+    assert degrees is not None
+    return load_bytes(TI2V_5B, degrees, stage=0, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "mesh"),
     [
-        (need_of(1), "ulysses8"),
-        (need_of(1) - 1, "ulysses4-tp2"),
-        (need_of(2) - 1, "ulysses2-tp4"),
-        (need_of(4) - 1, "tp8"),
-        (need_of(8), "tp8"),
-        (need_of(8) - 1, "None"),
+        (need_of("single"), "cfg2-ulysses4"),
+        (need_of("single") - 1, "cfg2-ulysses2-tp2"),
+        (need_of("tp2") - 1, "cfg2-tp4"),
+        (need_of("tp4") - 1, "tp8"),
+        (need_of("tp8"), "tp8"),
+        (need_of("tp8") - 1, "pp2-tp4"),
+        (2**30, "None"),
     ],
 )
-def test_fitting_mesh_has_the_smallest_tp_that_fits(free_bytes: int, mesh: str) -> None:
+def test_fitting_mesh_is_the_one_that_auto_likes_best(free_bytes: int, mesh: str) -> None:
     assert fitting(free_bytes) == mesh
 
 
 @pytest.mark.parametrize(
     ("free_bytes", "mesh"),
     [
-        (8 * need_of(1), "ulysses8"),
-        (2 * need_of(1), "ulysses2"),
-        (need_of(1), "single"),
-        # Ranks that share one memory need more of it together, the more they are.
-        (need_of(1) - 1, "None"),
+        (8 * need_of("single"), "cfg2-ulysses4"),
+        (12 * 2**30, "tp2"),
+        (need_of("single"), "single"),
+        # Whatever is cut: ranks that share one memory need more of it together, the more they are.
+        (need_of("single") - 1, "None"),
     ],
 )
 def test_fitting_mesh_counts_all_ranks_where_they_share_memory(free_bytes: int, mesh: str) -> None:
-    assert fitting(free_bytes, is_shared=True) == mesh
+    assert fitting(free_bytes, share_memory=True) == mesh
 
 
 def test_fitting_mesh_stays_within_the_world() -> None:
-    assert fitting(need_of(2), world_size=2) == "tp2"
-    assert fitting(need_of(4), world_size=2) == "None"
+    assert fitting(need_of("tp2"), device_count=2) == "tp2"
+    assert fitting(need_of("tp4"), device_count=2) == "None"

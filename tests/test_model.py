@@ -47,7 +47,14 @@ SHAPES = {
 def build(
     shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> WanModel:
-    model = build_model(shape, pp=lone_rank("pp"), tp=lone_rank("tp"), dtype=dtype, device=CPU)
+    model = build_model(
+        shape,
+        pp=lone_rank("pp"),
+        tp=lone_rank("tp"),
+        fsdp=lone_rank("fsdp"),
+        dtype=dtype,
+        device=CPU,
+    )
     model.load_state_dict(weights)
     return model
 
@@ -143,6 +150,7 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
         TINY_TRANSFORMER,
         pp=lone_rank("pp"),
         tp=lone_rank("tp"),
+        fsdp=lone_rank("fsdp"),
         dtype=torch.float32,
         device=torch.device("meta"),
     )

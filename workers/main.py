@@ -54,7 +54,7 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
-    head_ranks = int(os.environ["LOCAL_WORLD_SIZE"])  # every machine has as many
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])  # every machine has as many
 
     channel = connect(arguments.folder, rank, report=arguments.report)
     inbox = Inbox(channel)
@@ -76,12 +76,12 @@ def main() -> int:
         local_rank=local_rank,
         world_size=world_size,
     )
-    buffers = build_buffers(rank=rank, head_ranks=head_ranks, world_size=world_size)
+    buffers = build_buffers(rank=rank, head_ranks=local_ranks, world_size=world_size)
     files: ModelFiles = GivenFiles()
-    if rank >= head_ranks:
+    if rank >= local_ranks:
         files = CopiedFiles(folder=arguments.models, machine=socket.gethostname())
     build = load_builder(arguments.runner)
-    runner = build(degrees=degrees, rank=rank, device=device, files=files)
+    runner = build(degrees=degrees, rank=rank, local_ranks=local_ranks, device=device, files=files)
     loop = Loop(
         channel=channel,
         inbox=inbox,

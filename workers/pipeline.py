@@ -32,7 +32,6 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
-from comfy_wan_dist.mesh.memory import gathered_bytes, weight_bytes
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
@@ -60,10 +59,11 @@ T = TypeVar("T")
 
 
 def build_runner(
-    *, degrees: MeshDegrees, rank: int, device: torch.device, files: ModelFiles
+    *, degrees: MeshDegrees, rank: int, local_ranks: int, device: torch.device, files: ModelFiles
 ) -> Runner:
     """The runner of one rank of a plane that was started for the mesh `degrees`."""
-    return PlaneRunner(plane=PlaneGroups(layout=degrees, rank=rank), device=device, files=files)
+    plane = PlaneGroups(layout=degrees, rank=rank)
+    return PlaneRunner(plane=plane, local_ranks=local_ranks, device=device, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,12 @@ class HeldVAE:
 class PlaneRunner:
     """Runs requests on this rank's part of the plane, and keeps one transformer and one VAE between them."""
 
-    def __init__(self, *, plane: PlaneGroups, device: torch.device, files: ModelFiles) -> None:
+    def __init__(
+        self, *, plane: PlaneGroups, local_ranks: int, device: torch.device, files: ModelFiles
+    ) -> None:
+        """local_ranks: how many of the plane's ranks are on each machine."""
         self._plane = plane
+        self._local_ranks = local_ranks
         self._files = files
         self._rank = plane.rank
         self._device = device
@@ -194,15 +198,12 @@ class PlaneRunner:
         tp, fsdp, dtype = groups.tp, groups.fsdp, DTYPES[spec.dtype]
 
         def allocate() -> WanModel:
-            weights = weight_bytes(
-                file.shape, groups.degrees, stage=groups.pp.rank, dtype=spec.dtype
-            )
             validate_memory(
                 file.shape,
                 groups.degrees,
-                ranks=self._plane.layout.world_size,
-                shard_bytes=weights + gathered_bytes(file.shape, groups.degrees, dtype=spec.dtype),
-                bytes_per_parameter=dtype.itemsize,
+                stage=groups.pp.rank,
+                dtype=spec.dtype,
+                local_ranks=self._local_ranks,
                 device=self._device,
                 free_bytes=free_memory(self._device),
             )

@@ -17,7 +17,7 @@ from itertools import product
 from .degrees import MeshDegrees
 from .job import PlannedJob
 from .layout import stage_ranks, weight_layout
-from .memory import rank_memory
+from .memory import load_bytes, rank_memory
 from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
 
@@ -78,6 +78,23 @@ def choose_mesh(
     needs = {mesh: peak_bytes(job, mesh) for mesh in planes}
     fitting = [mesh for mesh in planes if needs[mesh] <= device_memory]
     return max(fitting, key=preference) if fitting else min(planes, key=lambda mesh: needs[mesh])
+
+
+def fitting_mesh(
+    shape: WanShape, *, device_count: int, share_memory: bool, free_bytes: int, dtype: str
+) -> MeshDegrees | None:
+    """The mesh of at most `device_count` ranks that `auto` likes best among those whose weights fit, or None.
+
+    free_bytes: of one device, or of all ranks together where they share one memory (CPU).
+    """
+    planes = list(valid_planes(shape, device_count=device_count, guided=True))
+    planes += [replace(mesh, fsdp=True) for mesh in planes if mesh.replicas > 1]
+
+    def need(mesh: MeshDegrees) -> int:
+        stages = [load_bytes(shape, mesh, stage=i, dtype=dtype) for i in range(mesh.pp)]
+        return sum(stages) * (mesh.world_size // mesh.pp) if share_memory else max(stages)
+
+    return max((mesh for mesh in planes if need(mesh) <= free_bytes), key=preference, default=None)
 
 
 def peak_bytes(job: PlannedJob, mesh: MeshDegrees) -> int:

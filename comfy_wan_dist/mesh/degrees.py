@@ -16,7 +16,6 @@ from ..ipc.errors import MeshError
 AXES = ("dp", "cfg", "pp", "ring", "ulysses", "tp")
 """Outermost first: the last axis changes fastest with the rank and gets the fastest link."""
 
-IMPLEMENTED_AXES = AXES
 FLAGS = ("sp", "fsdp")
 MAX_DEGREE = 1024
 

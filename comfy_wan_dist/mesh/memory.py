@@ -11,22 +11,9 @@ from .degrees import MeshDegrees
 from .job import DTYPE_BYTES, PlannedJob, RankShare, rank_share
 from .pipeline import stage_blocks
 from .shape import HEAD_DIM, PATCH_SIZE, WanShape
-from .validate import allowed_tp, allowed_ulysses
 
 WORKING_BYTES = 512 * 2**20
 """Kept free beside the weights for buffers and libraries."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryNeed:
-    """Bytes per rank."""
-
-    weights: int
-    working: int = WORKING_BYTES
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.working
 
 
 STATE_TENSORS = 12
@@ -86,6 +73,12 @@ def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: st
     return blocks * block_bytes(shape, tp=degrees.tp, parts=parts, dtype=dtype) + ends
 
 
+def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
+    """What a rank of stage `stage` must have free to load its weights and begin."""
+    weights = weight_bytes(shape, degrees, stage=stage, dtype=dtype)
+    return weights + gathered_bytes(shape, degrees, dtype=dtype) + WORKING_BYTES
+
+
 def block_bytes(shape: WanShape, *, tp: int, parts: int, dtype: str) -> int:
     """Of a tp rank's weights of one block, or of one of the `parts` that fsdp cuts them into.
 
@@ -140,38 +133,3 @@ def activation_bytes(job: PlannedJob, degrees: MeshDegrees, share: RankShare) ->
         (3 * item + copies + wide) * between,  # a gate
     )
     return max(moments)
-
-
-def weights_per_rank(shape: WanShape, degrees: MeshDegrees, *, bytes_per_parameter: int) -> int:
-    return shape.parameters_per_rank(degrees.tp) * bytes_per_parameter
-
-
-def fitting_mesh(
-    shape: WanShape,
-    *,
-    world_size: int,
-    bytes_per_parameter: int,
-    free_bytes: int,
-    devices_share_memory: bool,
-) -> MeshDegrees | None:
-    """The mesh of at most `world_size` ranks with the smallest tp whose ranks fit, or None.
-
-    `free_bytes` is one device's, or all ranks' together when they share one memory (CPU).
-    """
-    for tp in allowed_tp(shape):
-        need = MemoryNeed(
-            weights=weights_per_rank(
-                shape, MeshDegrees(tp=tp), bytes_per_parameter=bytes_per_parameter
-            )
-        ).total
-        if tp > world_size:
-            break
-        ranks = world_size // tp
-        if devices_share_memory:
-            ranks = min(ranks, free_bytes // (need * tp))
-        elif need > free_bytes:
-            continue
-        fits = [u for u in allowed_ulysses(shape, tp) if u <= ranks]
-        if fits:
-            return MeshDegrees(ulysses=max(fits), tp=tp)
-    return None

@@ -35,22 +35,6 @@ class WanShape:
         pt, ph, pw = PATCH_SIZE
         return self.out_dim * pt * ph * pw
 
-    def parameters_per_rank(self, tp: int) -> int:
-        """Parameters that one of `tp` tensor-parallel ranks holds.
-
-        What is cut: q, k, v, o, their norms, the FFN, and the biases of column layers.
-        """
-        d, f, t = self.dim, self.ffn_dim, tp
-        attention = 4 * d * d // t + 3 * d // t + d + 2 * d // t
-        ffn = 2 * d * f // t + f // t + d
-        block = 2 * attention + ffn + 2 * d + 6 * d
-        pt, ph, pw = PATCH_SIZE
-        patch = d * self.in_dim * pt * ph * pw + d
-        text = d * self.text_dim + d + d * d + d
-        time = d * self.freq_dim + d + d * d + d + 6 * d * d + 6 * d
-        head = 2 * d + self.token_dim * d + self.token_dim
-        return self.num_layers * block + patch + text + time + head
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentGrid:

@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 from ..ipc.errors import MeshError
-from .degrees import AXES, IMPLEMENTED_AXES, MeshDegrees
+from .degrees import MeshDegrees
 from .devices import DeviceList
 from .shape import LatentGrid, WanShape
-
-
-def validate_axes(degrees: MeshDegrees) -> None:
-    """Refuse, by name, an axis that this version does not run."""
-    for axis in AXES:
-        if degrees.degree(axis) > 1 and axis not in IMPLEMENTED_AXES:
-            raise MeshError(
-                f"mesh {degrees} uses {axis}, which this version does not run yet; "
-                f"use {', '.join(IMPLEMENTED_AXES)}"
-            )
 
 
 def validate_devices(degrees: MeshDegrees, devices: DeviceList, *, machines: int = 1) -> None:

@@ -14,10 +14,10 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import FLOAT32_PARAMETERS, WanModel
 from workers.parallel.collectives import AxisGroup
+from workers.parallel.fsdp import apply_fsdp, local_part
 from workers.parallel.plan import Slice, parameter_slice
 from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
-from workers.parallel.weights import apply_weight_sharding, local_part
 
 from .allocate import allocate_parameters
 from .reader import TensorReader
@@ -28,11 +28,11 @@ def build_model(
     *,
     pp: AxisGroup,
     tp: AxisGroup,
-    fsdp: AxisGroup | None = None,
+    fsdp: AxisGroup,
     dtype: torch.dtype,
     device: torch.device,
 ) -> WanModel:
-    """This rank's shard with memory allocated and no values in it. Without `fsdp` no rank shares its weights."""
+    """This rank's shard with memory allocated and no values in it."""
     with init_empty_weights(include_buffers=True):
         model = WanModel(shape)
         select_stage(model, pp)
@@ -41,14 +41,10 @@ def build_model(
     def dtype_of(name: str) -> torch.dtype:
         return torch.float32 if any(part in name for part in FLOAT32_PARAMETERS) else dtype
 
-    if fsdp is None or fsdp.size == 1:
-        allocate_parameters(model, dtype_of=dtype_of, device=device)
-    else:
-        # Cut before there is memory: no rank ever holds a whole replica.
-        allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
-        apply_weight_sharding(model, fsdp, device=device)
-        model.to_empty(device=device)
-    return model.eval()
+    allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
+    # Cut before there is memory: no rank ever holds a whole replica.
+    apply_fsdp(model, fsdp, device=device)
+    return model.to_empty(device=device).eval()
 
 
 def load_weights(
@@ -56,7 +52,7 @@ def load_weights(
     file: WanFile,
     *,
     tp: AxisGroup,
-    fsdp: AxisGroup | None = None,
+    fsdp: AxisGroup,
     report: Callable[[int, int], None],
 ) -> int:
     """Stream the file's weights into `model`; returns the bytes asked of the file.

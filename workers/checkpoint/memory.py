@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
+from comfy_wan_dist.mesh.choice import fitting_mesh
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.memory import WORKING_BYTES, fitting_mesh
+from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 
 GIB = 2**30
@@ -33,40 +34,44 @@ def validate_memory(
     shape: WanShape,
     degrees: MeshDegrees,
     *,
-    ranks: int,
-    shard_bytes: int,
-    bytes_per_parameter: int,
+    stage: int,
+    dtype: str,
+    local_ranks: int,
     device: torch.device,
     free_bytes: int,
 ) -> None:
-    """Refuse a shard that does not fit, naming the mesh of as many ranks that would. Raises InsufficientMemoryError."""
+    """Refuse weights that do not fit, naming a mesh of as many ranks that would. Raises InsufficientMemoryError.
+
+    local_ranks: those of this machine, which on the CPU share its memory.
+    """
     shared = device.type == "cpu"
-    need = (ranks if shared else 1) * (shard_bytes + WORKING_BYTES)
+    each = load_bytes(shape, degrees, stage=stage, dtype=dtype)
+    need = each * local_ranks if shared else each
     if need <= free_bytes:
         return
 
-    def fitting(item_bytes: int) -> MeshDegrees | None:
+    def fitting(as_dtype: str) -> MeshDegrees | None:
         return fitting_mesh(
             shape,
-            world_size=ranks,
-            bytes_per_parameter=item_bytes,
-            free_bytes=free_bytes,
-            devices_share_memory=shared,
+            device_count=degrees.world_size,
+            share_memory=shared,
+            free_bytes=free_bytes * (degrees.world_size // local_ranks) if shared else free_bytes,
+            dtype=as_dtype,
         )
 
-    fits = fitting(bytes_per_parameter)
+    fits = fitting(dtype)
     remedy = (
         f"mesh {fits} would fit"
         if fits
         else "no mesh of these devices would fit: use more or larger devices"
     )
-    if fits is None and bytes_per_parameter == 4 and (smaller := fitting(2)):
+    if fits is None and dtype == "float32" and (smaller := fitting("bfloat16")):
         remedy += f", or the dtype bfloat16 with mesh {smaller}"
     whole = f"each rank of mesh {degrees} needs"
     if shared:
         whole = (
-            f"the {ranks} ranks of mesh {degrees} together need"
-            if ranks > 1
+            f"the {local_ranks} ranks of mesh {degrees} together need"
+            if local_ranks > 1
             else f"mesh {degrees} needs"
         )
     raise InsufficientMemoryError(

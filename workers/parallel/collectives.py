@@ -155,7 +155,7 @@ class AxisGroup:
         x = x.contiguous()
         out = x.new_empty((self.size, *x.shape))
         with self.ledger.book("all_gather", self.axis, x):
-            gather_into(out, x, self.group)
+            gather_into(out.flatten(0, 1), x, self.group)
         return out
 
     def pass_on(self, x: Tensor, *, receive: int) -> Incoming:
@@ -208,7 +208,7 @@ class AxisGroup:
         padded = pad_rows(x.contiguous(), max(sizes))
         out = padded.new_empty((self.size, *padded.shape))
         with self.ledger.book("all_gather", self.axis, padded):
-            gather_into(out, padded, self.group)
+            gather_into(out.flatten(0, 1), padded, self.group)
         if len(set(sizes)) == 1:
             return out.flatten(0, 1)
         return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
@@ -226,10 +226,13 @@ class AxisGroup:
         return out[: sizes[self.rank]]
 
 
-def gather_into(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:
-    """all_gather into one tensor, under the name that this torch has for it."""
+def gather_into(
+    out: Tensor, x: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
+) -> dist.Work | None:
+    """all_gather into one tensor of the ranks' x end to end, under the name that this torch has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out.flatten(0, 1), x, group=group)
+    work: dist.Work | None = gather(out, x, group=group, async_op=async_op)
+    return work
 
 
 def scatter_sums(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Weight sharding (FSDP2): the replicas of a plane share every block's weights.
+"""FSDP: the replicas of a plane share every block's weights.
 
 Each rank keeps 1/size of the rows of each parameter of its blocks. A block is gathered when it runs and dropped after
 it, so a rank holds its part and a block or two. Embeddings and the head, a hundredth of the weights, stay whole.
@@ -17,7 +17,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError
 from workers.model.wan import WanModel
 
-from .collectives import AxisGroup
+from .collectives import AxisGroup, gather_into
 
 
 class BookedGather:
@@ -39,20 +39,18 @@ class BookedGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self.fsdp.ledger.book("all_gather", self.fsdp.axis, input_tensor):
-            work: dist.Work | None = gather(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-        return work
+            return gather_into(output_tensor, input_tensor, group, async_op=async_op)
 
 
-def apply_weight_sharding(model: WanModel, fsdp: AxisGroup, *, device: torch.device) -> None:
-    """Cut the blocks' parameters over `fsdp`, whose size is above 1.
+def apply_fsdp(model: WanModel, fsdp: AxisGroup, *, device: torch.device) -> None:
+    """Cut the blocks' parameters over `fsdp`; at size 1 nothing changes.
 
     Call it on the meta device, after the other cuts, and give the model memory with `to_empty`. `device` is where it
     will run. Raises ConfigError if this torch cannot do it.
     """
+    if fsdp.size == 1:
+        return
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -76,12 +74,12 @@ def apply_weight_sharding(model: WanModel, fsdp: AxisGroup, *, device: torch.dev
         register_fsdp_forward_method(model, method)
 
 
-def local_part(parameter: Tensor, fsdp: AxisGroup | None) -> tuple[Tensor, range]:
+def local_part(parameter: Tensor, fsdp: AxisGroup) -> tuple[Tensor, range]:
     """What this rank has of a parameter, and which of the parameter's rows these are."""
     from torch.distributed.tensor import DTensor
 
     rows = parameter.shape[0]
-    if fsdp is None or not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):
         return parameter, range(rows)
     per_rank = -(-rows // fsdp.size)  # the last ranks may have fewer, or none
     start = min(fsdp.rank * per_rank, rows)
