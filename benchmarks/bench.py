@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import denoise, transfer
+from . import denoise, transfer, vae
 from .chart import draw_chart
 from .timing import Row
 
@@ -36,6 +36,7 @@ class Measure(Protocol):
 SECTIONS: dict[str, tuple[Measure, float]] = {
     denoise.SECTION: (denoise.measure, 300.0),
     transfer.SECTION: (transfer.measure, 60.0),
+    vae.SECTION: (vae.measure, 120.0),
 }
 """Each section with its default budget, in measured seconds for each group of things compared."""
 

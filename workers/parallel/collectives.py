@@ -11,7 +11,7 @@ Compiled blocks take their groups from compile.py, which keeps these functions o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,18 @@ class Incoming:
         for transfer in self.transfers:
             transfer.wait()
         return self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Tensors on their way to and from other ranks; none may be touched before `wait` has returned."""
+
+    transfers: tuple[dist.Work, ...]
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +136,20 @@ class AxisGroup:
             ]
         )
         return Incoming(tensor=out, transfers=tuple(transfers))
+
+    def exchange(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]) -> Exchange:
+        """Start sending `send[i]` to rank i of the group and filling `receive[i]` from it, all at once.
+
+        Both are contiguous. At most one tensor goes from one rank to another.
+        """
+        operations = []
+        for rank, x in send.items():
+            self.ledger.book("send", self.axis, x)
+            operations.append(dist.P2POp(dist.isend, x, self.ranks[rank], self.group))
+        for rank, out in receive.items():
+            operations.append(dist.P2POp(dist.irecv, out, self.ranks[rank], self.group))
+        transfers = dist.batch_isend_irecv(operations) if operations else []
+        return Exchange(transfers=tuple(transfers), tensors=(*send.values(), *receive.values()))
 
     def send(self, x: Tensor, to: int) -> Incoming:
         """Start sending x to rank `to` of the group (not at size 1); wait before x is written again."""

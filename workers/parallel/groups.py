@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -51,19 +52,8 @@ class PlaneGroups:
         players = job_ranks(self.layout, degrees)
 
         def axis_group(name: str, *axes: str) -> AxisGroup:
-            own: tuple[int, ...] = (self.rank,)
-            for job_group in groups(degrees, axes):
-                ranks = tuple(players[rank] for rank in job_group)
-                self._make(ranks)
-                if self.rank in ranks:
-                    own = ranks
-            return AxisGroup(
-                axis=name,
-                ranks=own,
-                rank=own.index(self.rank),
-                group=self._groups[own],
-                ledger=self.ledger,
-            )
+            sets = [tuple(players[rank] for rank in each) for each in groups(degrees, axes)]
+            return self.axis_group(name, sets)
 
         ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
         if ring.size > 1 and ulysses.size > 1:
@@ -80,6 +70,25 @@ class PlaneGroups:
             ulysses=ulysses,
             cp=cp,
             tp=axis_group("tp", "tp"),
+            ledger=self.ledger,
+        )
+
+    def axis_group(self, name: str, sets: Sequence[tuple[int, ...]]) -> AxisGroup:
+        """This rank's group of `sets`, which are disjoint sets of the plane's ranks; a group of one if none has it.
+
+        Collectives: one `new_group` for each set that was not there before.
+        """
+        own: tuple[int, ...] = (self.rank,)
+        self._make(own)
+        for ranks in sets:
+            self._make(ranks)
+            if self.rank in ranks:
+                own = ranks
+        return AxisGroup(
+            axis=name,
+            ranks=own,
+            rank=own.index(self.rank),
+            group=self._groups[own],
             ledger=self.ledger,
         )
 

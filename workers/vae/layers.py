@@ -35,8 +35,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class FrameHistory:
     """Last input frames of every temporal convolution in one encode or decode run.
 
-    Attributes: is_start (no chunk of this run has been completed; whoever drives the run clears it
-    after the first chunk).
+    Attributes: is_start (the next frame is the first of the run). Whoever drives the run calls
+    `next_chunk` between chunks.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,10 @@ class FrameHistory:
         window = x_bthwc if earlier is None else torch.cat([earlier, x_bthwc], dim=1)
         self._frames[conv] = window[:, -frames:].clone()
         return window
+
+    def next_chunk(self) -> None:
+        """Go on to the frames after those of the chunk that is done."""
+        self.is_start = False
 
     def prime(self, conv: nn.Module, x_bthwc: Tensor) -> None:
         """Keep x as the earlier frames of `conv` without convolving it."""
