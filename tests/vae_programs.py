@@ -25,6 +25,7 @@ from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder
 from workers.parallel.vae_temporal import RelayedHistory
 from workers.vae.layers import (
+    Border,
     CausalConv3d,
     FrameAttention,
     FrameConv2d,
@@ -83,9 +84,9 @@ def _after_split(is_meant: Callable[[str, nn.Module], bool]) -> AbstractContextM
     return mock.patch.object(vae_share, "apply_spatial_split", apply)
 
 
-def _zero_border(dim: int) -> Callable[[Tensor], Tensor]:
+def _zero_border(dim: int) -> Border:
     padding = (0, 0, 0, 0, 1, 1) if dim == 2 else (0, 0, 1, 1)
-    return lambda x: F.pad(x, padding)
+    return lambda x, prepare: F.pad(prepare(x), padding)
 
 
 def halos_from_the_wrong_side() -> AbstractContextManager[Any]:

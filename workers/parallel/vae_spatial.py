@@ -21,6 +21,7 @@ from workers.vae.layers import (
     CausalConv3d,
     FrameAttention,
     FrameConv2d,
+    Prepare,
     frame_attention,
     own_padding,
     pad_bottom_right,
@@ -37,7 +38,7 @@ class HaloBorder:
     """Adds `before` rows (or columns) of the previous rank and `after` of the next one along `dim`, 0 or 1 each.
 
     Shapes: in and out BTHWC; `dim` grows by before + after. At the frame's edges they are zeros.
-    Collectives: one exchange with each neighbour.
+    Collectives: one exchange with each neighbour, while the rest of the input is prepared.
     """
 
     def __init__(self, space: AxisGroup, *, dim: int, before: int, after: int) -> None:
@@ -46,16 +47,15 @@ class HaloBorder:
         self.before = before
         self.after = after
 
-    def __call__(self, x_bthwc: Tensor) -> Tensor:
-        size = x_bthwc.shape[self.dim]
+    def __call__(self, x_bthwc: Tensor, prepare: Prepare) -> Tensor:
+        edges = {rank: prepare(edge).contiguous() for rank, edge in self.edges(x_bthwc).items()}
         neighbours = self.neighbours(x_bthwc)
-        moving = self.space.exchange(
-            {rank: edge.contiguous() for rank, edge in self.edges(x_bthwc).items()}, neighbours
-        )
+        moving = self.space.exchange(edges, neighbours)
+        size = x_bthwc.shape[self.dim]
         shape = list(x_bthwc.shape)
         shape[self.dim] += self.before + self.after
         out = x_bthwc.new_empty(shape)
-        out.narrow(self.dim, self.before, size).copy_(x_bthwc)
+        out.narrow(self.dim, self.before, size).copy_(prepare(x_bthwc))
         moving.wait()
         for is_there, rank, start in (
             (self.before, self.space.rank - 1, 0),
@@ -94,8 +94,8 @@ class DownsampleBorder:
         self.halo = HaloBorder(space, dim=dim, before=0, after=1)
         self.padding = (0, 0, 0, 1) if dim == ROW_DIM else (0, 0, 0, 0, 0, 1)
 
-    def __call__(self, x_bthwc: Tensor) -> Tensor:
-        return F.pad(self.halo(x_bthwc), self.padding)
+    def __call__(self, x_bthwc: Tensor, prepare: Prepare) -> Tensor:
+        return F.pad(self.halo(x_bthwc, prepare), self.padding)
 
 
 class GatheredAttention:
