@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -87,6 +88,7 @@ def run_split(vae: WanVAE, plane: PlaneGroups, split: VAESplit) -> VAERun:
     share = apply_vae_split(vae, split, plane)
     plane.ledger.clear()
     ends = list(decode_chunks_into(vae, inputs.latent, decoded, share=share, device=CPU))
+    assert ends == list(accumulate(map(sum, split.chunks())))
     decode_ledger = plane.ledger.lines()
     plane.ledger.clear()
     assert ends == list(encode_chunks_into(vae, inputs.frames, encoded, share=share, device=CPU))

@@ -352,6 +352,19 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
     assert {end.error for end in good} == {"no error"}
 
 
+def test_lack_of_memory_is_an_answer_and_the_next_job_runs(
+    rank_pool: RankPool, spec: VAESpec
+) -> None:
+    jobs = (VAEJob(latent=make_inputs(CONFIG, SMALL).latent),) * 2
+    answers = rank_pool.run(
+        2, with_fault, vae_programs.out_of_memory_once, run_vae_jobs, "cfg2", spec, jobs
+    )
+    for failed, good in answers:
+        assert failed.error.startswith("InsufficientMemoryError: a device ran out of memory: tried")
+        assert failed.reports == [("decode", 1, 3)]
+        assert good.error == "no error"
+
+
 # ---- the choice
 
 

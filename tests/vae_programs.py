@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.nn.functional as F
 from rank_programs import StoppingJob
 from torch import Tensor, nn
@@ -162,6 +164,18 @@ def group_rank_as_plane_rank() -> AbstractContextManager[Any]:
         return original(replace(self, ranks=tuple(range(self.size))), send, receive)
 
     return mock.patch.object(AxisGroup, "exchange", mistaken)
+
+
+def out_of_memory_once() -> AbstractContextManager[Any]:
+    """No memory is left for the second chunk that is decoded."""
+    original, calls = WanVAE.decode_chunk, count(1)
+
+    def decode_chunk(self: WanVAE, z: Tensor, history: FrameHistory) -> Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+        return original(self, z, history)
+
+    return mock.patch.object(WanVAE, "decode_chunk", decode_chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
