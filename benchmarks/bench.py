@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import denoise, mesh, transfer
+from . import denoise, mesh, transfer, vae
 from .chart import draw_chart
 from .timing import Row
 
@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[Measure, float]] = {
     denoise.SECTION: (denoise.measure, 300.0),
     transfer.SECTION: (transfer.measure, 60.0),
     mesh.SECTION: (mesh.measure, 300.0),
+    vae.SECTION: (vae.measure, 120.0),
 }
 """Each section with its default budget, in measured seconds for each group of things compared."""
 

@@ -9,9 +9,7 @@ Not covered: more than two ranks, the loop around the forward, devices other tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -27,6 +25,7 @@ from workers.model.tokens import unpatchify
 from workers.parallel.groups import PlaneGroups
 
 from .models import ComfyForward, DiffusersForward, Inputs, OurForward, Workload, make_inputs
+from .pace import COLLECTIVE_TIMEOUT, START_TIMEOUT_S, slowest_rank, stopwatch
 from .timing import Comparison, Row, Sense, build_row, interleave
 
 SECTION = "denoise"
@@ -41,9 +40,6 @@ TP_SHARE = {"few": 0.78, "many": 0.90}
 OF_DIFFUSERS_ULYSSES = {"few": 0.95, "many": 0.98}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """How far outputs may differ, as a part of the largest value, for a comparison of speed to mean anything."""
-
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-START_TIMEOUT_S = 600.0
 
 
 def measure(*, budget_s: float, report: Callable[[Row], None]) -> None:
@@ -98,7 +94,7 @@ def one_rank(rank: int, workload: Workload, budget_s: float) -> tuple[Row, ...]:
                 note="as in the denoise loop, which encodes the text once per prompt",
             )
         )
-    things = {name: _stopwatch(forward) for name, forward in forwards.items()}
+    things = {name: stopwatch(forward) for name, forward in forwards.items()}
     times = interleave(things, comparisons, budget_s=budget_s)
     return tuple(build_row(SECTION, comparison, times) for comparison in comparisons)
 
@@ -123,13 +119,13 @@ def two_ranks(rank: int, workload: Workload, budget_s: float) -> tuple[Row, ...]
 
     pace = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
     things = {
-        "alone": _slowest_rank(single, pace, is_idle=rank != 0),
-        "two at once": _slowest_rank(single, pace),
-        "cfg2": _slowest_rank(cfg, pace),
-        "ulysses2": _slowest_rank(ulysses, pace),
-        "tp2": _slowest_rank(tp, pace),
-        "ulysses2 with text": _slowest_rank(ulysses.with_text, pace),
-        "diffusers ulysses2": _slowest_rank(diffusers, pace),
+        "alone": slowest_rank(single, pace, is_idle=rank != 0),
+        "two at once": slowest_rank(single, pace),
+        "cfg2": slowest_rank(cfg, pace),
+        "ulysses2": slowest_rank(ulysses, pace),
+        "tp2": slowest_rank(tp, pace),
+        "ulysses2 with text": slowest_rank(ulysses.with_text, pace),
+        "diffusers ulysses2": slowest_rank(diffusers, pace),
     }
     comparisons = two_rank_comparisons(workload)
     times = interleave(things, comparisons, budget_s=budget_s)
@@ -219,27 +215,3 @@ def _require_equal(name: str, actual: Tensor, expected: Tensor, workload: Worklo
             f"{name} and one rank of ours differ by {error:.1e} of the largest value at {workload.label}; "
             f"{TOLERANCE[workload.dtype]:.0e} is allowed: their speeds are not comparable"
         )
-
-
-def _stopwatch(run: Callable[[], object]) -> Callable[[], float]:
-    def timed() -> float:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-
-    return timed
-
-
-def _slowest_rank(
-    run: Callable[[], object], pace: dist.ProcessGroup, *, is_idle: bool = False
-) -> Callable[[], float]:
-    """Start `run` on all ranks together; seconds of the slowest one, equal on all ranks."""
-    stopwatch = _stopwatch(run)
-
-    def timed() -> float:
-        dist.barrier(group=pace)
-        seconds = torch.tensor([0.0 if is_idle else stopwatch()], dtype=torch.float64)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=pace)
-        return float(seconds)
-
-    return timed

@@ -174,8 +174,8 @@ class ComfyForward:
         return velocity
 
 
-def _import_comfyui() -> tuple[Any, Any]:
-    """ComfyUI's plain operations and its Wan model class, set as by `--cpu --use-pytorch-cross-attention`."""
+def use_comfyui() -> None:
+    """Make ComfyUI's modules importable, set as by `--cpu --use-pytorch-cross-attention`."""
     for folder in (find_comfyui(ROOT), ROOT / "devtools" / "stubs"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -184,6 +184,11 @@ def _import_comfyui() -> tuple[Any, Any]:
     # Before other modules are imported: they read these when they are.
     args.cpu = True
     args.use_pytorch_cross_attention = True
+
+
+def _import_comfyui() -> tuple[Any, Any]:
+    """ComfyUI's plain operations and its Wan model class."""
+    use_comfyui()
     import comfy.ops
     from comfy.ldm.wan.model import WanModel as ComfyWanModel
 

@@ -242,14 +242,18 @@ def build_request(
     return request, tensors
 
 
-def build_local_runner(rank: int, mesh: str) -> tuple[PlaneRunner, Agreement]:
-    """The runner of one rank and its votes."""
+def build_local_runner(rank: int, mesh: str, *, machines: int = 1) -> tuple[PlaneRunner, Agreement]:
+    """The runner of one rank and its votes, as if the ranks were shared out over `machines`."""
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
     votes = dist.new_group() if degrees.world_size > 1 else None
-    return PlaneRunner(
-        plane=plane, local_ranks=degrees.world_size, device=CPU, files=GivenFiles()
-    ), Agreement(rank=rank, size=degrees.world_size, group=votes)
+    runner = PlaneRunner(
+        plane=plane,
+        local_ranks=degrees.world_size // machines,
+        device=CPU,
+        files=GivenFiles(),
+    )
+    return runner, Agreement(rank=rank, size=degrees.world_size, group=votes)
 
 
 def mesh_degrees(mesh: str) -> MeshDegrees:

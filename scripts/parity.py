@@ -58,7 +58,7 @@ from devtools.mesh_runs import (
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 from workers.checkpoint.vae import load_vae
-from workers.vae.run import decode_chunks_into, encode_chunks_into
+from workers.vae.run import VAEShare, decode_chunks_into, encode_chunks_into, latent_size
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "out" / "parity.json"
@@ -247,7 +247,8 @@ def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
 
     latent = torch.randn(1, TINY_VAE.z_dim, 3, 4, 6, generator=generator)
     frames = torch.empty(9, 64, 96, 3)
-    for _ in decode_chunks_into(vae, latent, frames, device=CPU):
+    share = VAEShare.whole(latent_size(latent))
+    for _ in decode_chunks_into(vae, latent, frames, share=share, device=CPU):
         pass
     decoded = (reference.decode(latent).sample[0].permute(1, 2, 3, 0) + 1) / 2
     yield compare(
@@ -263,7 +264,7 @@ def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
     pixels = frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
     encoded = reference.encode(pixels).latent_dist.mode()
     latent = torch.empty_like(encoded)
-    for _ in encode_chunks_into(vae, frames, latent, device=CPU):
+    for _ in encode_chunks_into(vae, frames, latent, share=share, device=CPU):
         pass
     yield compare(
         latent,

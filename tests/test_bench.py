@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, denoise, gpu, transfer
+from benchmarks import bench, denoise, gpu, transfer, vae
 from benchmarks.chart import draw_chart
 from benchmarks.models import Workload
 from benchmarks.timing import (
@@ -26,6 +26,7 @@ from benchmarks.timing import (
     median_is_below,
 )
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.vae_split import LatentSize
 from devtools.rank_pool import RankPool
 
 TINY = Workload(
@@ -186,6 +187,29 @@ def test_long_sequences_have_higher_limits() -> None:
     many = dataclasses.replace(TINY, grid=denoise.GRIDS[1])
     limits = {c.ours: c.limit for c in denoise.two_rank_comparisons(many) if c.limit is not None}
     assert limits == {"cfg2": 0.97, "ulysses2": 0.95, "tp2": 0.90, "ulysses2 with text": 0.98}
+
+
+def test_vae_rows_compare_with_both_others_and_with_one_rank(
+    pool: RankPool, comfyui_path: Path
+) -> None:
+    size = LatentSize(frames=2, height=1, width=2)
+    (rows,) = pool.run(1, vae.one_rank, vae.TINY, size, 0.0)
+    assert [(r.sense, r.limit) for r in rows] == [("at most", 1.0)] * 2
+    assert all(r.ratio is not None and r.ratio > 0 and r.rounds >= 3 for r in rows)
+    first, second = pool.run(2, vae.two_ranks, vae.TINY, size, 0.0)
+    assert first == second
+    assert [(r.sense, r.limit) for r in first] == [("at least", 1.8), ("at least", None)]
+
+
+def test_vae_memory_row_tells_growth_from_none() -> None:
+    small, large = (LatentSize(frames=frames, height=2, width=2) for frames in (1, 3))
+    row = vae.memory_row(vae.TINY, small, large)
+    assert row.ratio is not None
+    assert row.ok == (row.ratio <= vae.GROWTH)
+    with vae.PeakMemory() as memory:
+        kept = torch.ones(2**24)  # too large to come from freed memory
+        time.sleep(0.2)
+    assert memory.peak >= kept.nbytes * 0.9
 
 
 def test_transfer_rows_are_well_formed_and_nothing_is_left_running() -> None:

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from devtools.references import build_diffusers_vae, diffusers_vae_name
-from workers.vae.layers import CausalConv3d, ChannelNorm, FrameAttention, FrameConv2d, FrameHistory
+from workers.vae.layers import (
+    CausalConv3d,
+    ChannelNorm,
+    FrameAttention,
+    FrameConv2d,
+    FrameHistory,
+    Prepare,
+)
 from workers.vae.wan22 import VAEConfig, WanVAE, expected_shapes, patchify, unpatchify
 
 REPO = Path(__file__).resolve().parent.parent
@@ -216,11 +223,11 @@ def test_history_does_not_grow_with_frames(tiny_vae: WanVAE) -> None:
 def test_border_and_attention_can_be_replaced(tiny_vae: WanVAE) -> None:
     """The seams that a spatial split needs: rows from outside, attention over more keys."""
 
-    def rows_from_outside(x_bthwc: Tensor) -> Tensor:
-        return F.pad(x_bthwc, (0, 0, 0, 0, 1, 1))
+    def rows_from_outside(x_bthwc: Tensor, prepare: Prepare) -> Tensor:
+        return F.pad(prepare(x_bthwc), (0, 0, 0, 0, 1, 1))
 
-    def row_below_from_outside(x_bthwc: Tensor) -> Tensor:
-        return F.pad(x_bthwc, (0, 0, 0, 1, 0, 1))
+    def row_below_from_outside(x_bthwc: Tensor, prepare: Prepare) -> Tensor:
+        return F.pad(prepare(x_bthwc), (0, 0, 0, 1, 0, 1))
 
     def attention_with_twice_the_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         positions.append(q.shape[1])

@@ -57,7 +57,7 @@ class Runner(Protocol):
     """What a rank can do. The loop calls it from the main thread only."""
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
-        """Carry out `request`; rank 0 writes the result into the tensor that the request names."""
+        """Carry out `request`; ranks of ComfyUI's machine write the result into the tensor that the request names."""
         ...
 
     def unload(self) -> None:

@@ -1,7 +1,7 @@
 """A job from request to result, on one rank.
 
-The transformer is cut over all ranks by the job's mesh. The VAE runs whole on rank 0; the other ranks follow it
-from vote to vote.
+The transformer is cut over all ranks by the job's mesh. The VAE is whole on each rank, and all of them share its work
+on a video, whatever the mesh.
 
 Order inside a job: have the model, prepare alone, vote, run together. Whatever can fail on one rank only happens
 before a vote, so that no rank waits in a collective for one that is gone.
@@ -10,11 +10,14 @@ before a vote, so that no rank waits in a collective for one that is gone.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from typing_extensions import assert_never
 
 from comfy_wan_dist.ipc.errors import (
@@ -32,6 +35,7 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
+from comfy_wan_dist.mesh.vae_split import choose_vae_split
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
@@ -44,16 +48,21 @@ from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
+from .parallel.vae_share import apply_vae_split
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import (
+    VAEShare,
     decode_chunks_into,
     encode_chunks_into,
+    latent_size,
     validate_decode,
     validate_encode,
 )
 from .vae.wan22 import WanVAE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -74,10 +83,8 @@ class HeldModel:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldVAE:
-    """Every rank knows which VAE the plane has; rank 0 has it."""
-
     spec: VAESpec
-    vae: WanVAE | None
+    vae: WanVAE
 
 
 class PlaneRunner:
@@ -150,28 +157,41 @@ class PlaneRunner:
     def _decode(self, request: DecodeRequest, job: Job) -> None:
         vae = self._have_vae(request.vae, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
-        together(job, lambda: validate_decode(latent, result))
-        chunks: Iterator[None] = iter(())
-        if vae is not None:
-            chunks = decode_chunks_into(vae, latent, result, device=self._device)
+        together(job, lambda: validate_decode(vae.config, latent, result))
+        share = self._share_vae(vae, latent)
+        chunks = decode_chunks_into(vae, latent, result, share=share, device=self._device)
         self._advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
 
     def _encode(self, request: EncodeRequest, job: Job) -> None:
         vae = self._have_vae(request.vae, job)
         frames, result = job.tensor(request.frames), job.tensor(request.result)
-        together(job, lambda: validate_encode(frames, result))
-        chunks: Iterator[None] = iter(())
-        if vae is not None:
-            chunks = encode_chunks_into(vae, frames, result, device=self._device)
-        self._advance("encode", chunks, (frames.shape[0] - 1) // 4 + 1, job)
+        together(job, lambda: validate_encode(vae.config, frames, result))
+        share = self._share_vae(vae, result)
+        chunks = encode_chunks_into(vae, frames, result, share=share, device=self._device)
+        self._advance("encode", chunks, result.shape[2], job)
 
-    def _advance(self, phase: str, chunks: Iterator[None], total: int, job: Job) -> None:
-        """Take `total` chunks of work on the rank that has any, with all ranks hearing how each one went."""
-        for index in range(total):
-            if index:
-                job.report(phase, index, total)
+    def _share_vae(self, vae: WanVAE, latent: Tensor) -> VAEShare:
+        """This rank's share of a video whose latent is [B, C, T, h, w]. Collectives: the making of new groups.
+
+        Only ranks of ComfyUI's machine have one: the result is in its memory, and they come first.
+        """
+        split = choose_vae_split(latent_size(latent), ranks=self._local_ranks)
+        if self._rank == 0:
+            logger.info("VAE: %s", split.explain(self._local_ranks))
+        return apply_vae_split(vae, split, self._plane)
+
+    def _advance(self, phase: str, chunks: Iterator[int], total: int, job: Job) -> None:
+        """Work through `chunks`, on all ranks side by side, until they have done `total` frames.
+
+        Collectives: one vote before each chunk, and those of the chunk.
+        """
+        done = 0
+        while done < total:
+            if done:
+                job.report(phase, done, total)
             stop_if_asked(job)
-            together(job, lambda: next(chunks, None))
+            with memory_errors():
+                done = next(chunks)
         job.report(phase, total, total)
 
     def _groups_for(self, request: SampleRequest, job: Job) -> MeshGroups:
@@ -237,16 +257,14 @@ class PlaneRunner:
         validate_model(degrees, file.shape)
         return file
 
-    def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE | None:
-        """The VAE on rank 0, None elsewhere."""
+    def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE:
+        """The VAE `spec` names, whole on every rank, loaded if it is not the one at hand."""
         if self._vae is not None and self._vae.spec == spec:
             return self._vae.vae
         self._vae = None
         self._release_memory()
 
-        def load() -> WanVAE | None:
-            if self._rank != 0:
-                return None
+        def load() -> WanVAE:
             path = self._files.read(spec).path
             vae, bytes_read = load_vae(path, dtype=DTYPES[spec.dtype], device=self._device)
             self._files.read(spec)  # still the same
@@ -280,15 +298,23 @@ def together(job: Job, phase: Callable[[], T]) -> T:
     """
     error: Exception | None = None
     try:
-        result = phase()
-    except torch.OutOfMemoryError as caught:
-        error = InsufficientMemoryError(
-            f"a device ran out of memory: {str(caught).splitlines()[0]} Use a mesh with more ranks, or a smaller video"
-        )
+        with memory_errors():
+            result = phase()
     except Exception as caught:  # whatever it is, the other ranks must hear of it before they go on
         error = caught
     job.agree(error)
     return result
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise a device's lack of memory as InsufficientMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as caught:
+        raise InsufficientMemoryError(
+            f"a device ran out of memory: {str(caught).splitlines()[0]} Use a mesh with more ranks, or a smaller video"
+        ) from caught
 
 
 def stop_if_asked(job: Job) -> None:

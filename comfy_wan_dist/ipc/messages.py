@@ -89,7 +89,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRequest:
-    """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3] float32 in 0..1."""
+    """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3] float32 in 0..1.
+
+    Each rank writes its part of the result.
+    """
 
     id: str
     vae: VAESpec
@@ -99,7 +102,10 @@ class DecodeRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeRequest:
-    """Frames [F, H, W, 3] float32 in 0..1, F = 4k+1, H and W multiples of 16 -> raw latent [1, C, k+1, H/16, W/16]."""
+    """Frames [F, H, W, 3] float32 in 0..1, F = 4k+1, H and W multiples of 16 -> raw latent [1, C, k+1, H/16, W/16].
+
+    Each rank writes its part of the result.
+    """
 
     id: str
     vae: VAESpec
@@ -148,7 +154,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """`done` of `total` units of `phase` ("load" counts bytes, "sample" steps, "decode" and "encode" frames)."""
+    """`done` of `total` units of `phase` ("load" counts bytes, "sample" steps, "decode" and "encode" latent frames)."""
 
     id: str
     phase: str

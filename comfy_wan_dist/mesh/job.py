@@ -1,6 +1,6 @@
 """One video to be made, in the numbers that decide what it costs, and what one rank of a mesh has of it.
 
-Not covered: the text encoder and the VAE, which no mesh cuts.
+Not covered: the text encoder, and the VAE, whose work all ranks share whatever the mesh (vae_split.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bytes that one rank needs, before anything is loaded: weights exactly, what a job adds by the layers' largest moment.
 
-Not covered: the VAE on the first rank, and what the allocator loses between tensors.
+Not covered: the VAE, which each rank holds, and what the allocator loses between tensors.
 """
 
 from __future__ import annotations

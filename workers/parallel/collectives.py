@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +113,20 @@ class Incoming:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Tensors on their way to and from other ranks; none may be touched before `wait` has returned."""
+
+    transfers: tuple[dist.Work, ...]
+    tensors: tuple[Tensor, ...]
+    stopwatch: Stopwatch | None = None
+
+    def wait(self) -> None:
+        with self.stopwatch or contextlib.nullcontext():
+            for transfer in self.transfers:
+                transfer.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
 class AxisGroup:
     """The ranks that this rank works with along one axis.
 
@@ -175,6 +189,25 @@ class AxisGroup:
             ]
         )
         return Incoming(tensor=out, transfers=tuple(transfers), stopwatch=stopwatch)
+
+    def exchange(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]) -> Exchange:
+        """Start sending `send[i]` to rank i of the group and filling `receive[i]` from it, all at once.
+
+        Both are contiguous. At most one tensor goes from one rank to another.
+        """
+        operations = []
+        stopwatch = None
+        for rank, x in send.items():
+            stopwatch = self.ledger.book("send", self.axis, x)
+            operations.append(dist.P2POp(dist.isend, x, self.ranks[rank], self.group))
+        for rank, out in receive.items():
+            operations.append(dist.P2POp(dist.irecv, out, self.ranks[rank], self.group))
+        transfers = dist.batch_isend_irecv(operations) if operations else []
+        return Exchange(
+            transfers=tuple(transfers),
+            tensors=(*send.values(), *receive.values()),
+            stopwatch=stopwatch,
+        )
 
     def send(self, x: Tensor, to: int) -> Incoming:
         """Start sending x to rank `to` of the group (not at size 1); wait before x is written again."""

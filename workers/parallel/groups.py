@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -55,10 +56,8 @@ class PlaneGroups:
         players = job_ranks(self.layout, degrees)
 
         def axis_group(name: str, *axes: str) -> AxisGroup:
-            rank_sets = [
-                tuple(players[rank] for rank in job_group) for job_group in groups(degrees, axes)
-            ]
-            return self._join(name, rank_sets, self._groups)
+            sets = [tuple(players[rank] for rank in each) for each in groups(degrees, axes)]
+            return self.axis_group(name, sets)
 
         ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
         if ring.size > 1 and ulysses.size > 1:
@@ -83,15 +82,21 @@ class PlaneGroups:
             ledger=self.ledger,
         )
 
+    def axis_group(self, name: str, rank_sets: Sequence[tuple[int, ...]]) -> AxisGroup:
+        """This rank's group of `rank_sets`, disjoint sets of the plane's ranks; a group of one if none has it.
+
+        Collectives: one `new_group` for each set that was not there before.
+        """
+        return self._join(name, rank_sets, self._groups)
+
     def _join(
         self,
         name: str,
-        rank_sets: list[tuple[int, ...]],
+        rank_sets: Sequence[tuple[int, ...]],
         made: dict[tuple[int, ...], dist.ProcessGroup | None],
     ) -> AxisGroup:
-        """This rank's group out of all of an axis; those that are not in `made` yet are made."""
         own: tuple[int, ...] = (self.rank,)
-        for ranks in rank_sets:
+        for ranks in [own, *rank_sets]:
             if ranks not in made:
                 assert list(ranks) == sorted(ranks), (
                     "new_group numbers its ranks in ascending order"

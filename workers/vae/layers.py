@@ -7,9 +7,10 @@ Three things can be replaced from outside without touching a layer; each is an a
 attribute:
 - `FrameHistory.extend`: the only place where a temporal convolution gets and leaves earlier frames;
 - `border` of every convolution that spans rows and columns: adds rows and columns around its input,
-  before history is added. The default leaves the zero border to the convolution's own `padding`
-  (downsampling pads here, because its border is one-sided). Whoever adds real rows or columns sets
-  `padding` of that dimension to 0;
+  before history is added. It is also handed what prepares the input, position by position, so that
+  it may prepare and send the outermost ones first. The default leaves the zero border to the
+  convolution's own `padding` (downsampling pads here, because its border is one-sided). Whoever adds
+  real rows or columns sets `padding` of that dimension to 0;
 - `attention` of `FrameAttention`: a function of (q, k, v).
 
 Source of the facts: the published Wan2.2 VAE architecture; parameter names are those of its
@@ -28,15 +29,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Border = Callable[[Tensor], Tensor]
+Prepare = Callable[[Tensor], Tensor]
+Border = Callable[[Tensor, Prepare], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FrameHistory:
     """Last input frames of every temporal convolution in one encode or decode run.
 
-    Attributes: is_start (no chunk of this run has been completed; whoever drives the run clears it
-    after the first chunk).
+    Attributes: is_start (the next frame is the first of the run). Whoever drives the run calls
+    `next_chunk` between chunks.
     """
 
     def __init__(self) -> None:
@@ -54,19 +56,27 @@ class FrameHistory:
         self._frames[conv] = window[:, -frames:].clone()
         return window
 
+    def next_chunk(self) -> None:
+        """Go on to the frames after those of the chunk that is done."""
+        self.is_start = False
+
     def prime(self, conv: nn.Module, x_bthwc: Tensor) -> None:
         """Keep x as the earlier frames of `conv` without convolving it."""
         self._frames[conv] = x_bthwc.clone()
 
 
-def own_padding(x_bthwc: Tensor) -> Tensor:
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def own_padding(x_bthwc: Tensor, prepare: Prepare) -> Tensor:
     """Add nothing: the convolution pads with zeros itself."""
-    return x_bthwc
+    return prepare(x_bthwc)
 
 
-def pad_bottom_right(x_bthwc: Tensor) -> Tensor:
+def pad_bottom_right(x_bthwc: Tensor, prepare: Prepare) -> Tensor:
     """Add one zero row below and one zero column to the right."""
-    return F.pad(x_bthwc, (0, 0, 0, 1, 0, 1))
+    return F.pad(prepare(x_bthwc), (0, 0, 0, 1, 0, 1))
 
 
 def frame_attention(q_nlc: Tensor, k_nlc: Tensor, v_nlc: Tensor) -> Tensor:
@@ -102,6 +112,7 @@ class CausalConv3d(nn.Conv3d):
     """Convolution over time and space that sees the present and earlier frames only.
 
     Space is same-padded with zeros (see `border`). Frames before the start of the run are zeros.
+    `prepare` is applied to the input first; it must treat each position on its own.
     """
 
     def __init__(
@@ -112,8 +123,10 @@ class CausalConv3d(nn.Conv3d):
         self.history_frames = kernel[0] - time_stride
         self.border: Border = own_padding
 
-    def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:  # type: ignore[override]
-        window = history.extend(self, self.border(x_bthwc), self.history_frames)
+    def forward(  # type: ignore[override]
+        self, x_bthwc: Tensor, history: FrameHistory, prepare: Prepare = as_it_is
+    ) -> Tensor:
+        window = history.extend(self, self.border(x_bthwc, prepare), self.history_frames)
         frames = x_bthwc.shape[1]
         absent = self.history_frames - (window.shape[1] - frames)
         weight = self.weight
@@ -137,7 +150,7 @@ class FrameConv2d(nn.Conv2d):
         self.border = border
 
     def forward(self, x_bthwc: Tensor) -> Tensor:
-        x_nhwc = self.border(x_bthwc).flatten(0, 1)
+        x_nhwc = self.border(x_bthwc, as_it_is).flatten(0, 1)
         y_nhwc = _convolve(x_nhwc, self.weight, self.bias, self.stride, self.padding)
         return torch.unflatten(y_nhwc, 0, x_bthwc.shape[:2])
 
@@ -178,7 +191,7 @@ def norm_act_conv(
     norm: nn.Module, conv: nn.Module, x_bthwc: Tensor, history: FrameHistory
 ) -> Tensor:
     """Apply norm, SiLU and a causal convolution; x is left as it is."""
-    y_bthwc: Tensor = conv(F.silu(norm(x_bthwc), inplace=True), history)
+    y_bthwc: Tensor = conv(x_bthwc, history, lambda x: F.silu(norm(x), inplace=True))
     return y_bthwc
 
 

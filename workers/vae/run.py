@@ -1,37 +1,85 @@
 """Pictures in ComfyUI's form through the VAE and back: [frames, height, width, 3], float32, 0..1.
 
-Both directions are iterators that yield after each latent frame, so that a caller can report and stop in between.
+Both directions are iterators that yield after each chunk, with the number of latent frames
+that are done, so that a caller can report and stop in between. Of several
+devices each reads its share of the input and writes its share of the result, chunk by chunk, into tensors that all
+of them see; what they exchange meanwhile is the business of the VAE's replaced parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.mesh.vae_split import LatentSize
 
-from .wan22 import WanVAE
+from .layers import FrameHistory
+from .wan22 import VAEConfig, WanVAE
 
 SPATIAL, TEMPORAL = 16, 4
 
 
-def validate_decode(latent: Tensor, frames: Tensor) -> None:
-    """Refuse a latent that is not [B, C, T, h, w] or does not give `frames` [B*(4T-3), 16h, 16w, 3]."""
+@dataclass(frozen=True, kw_only=True)
+class VAEShare:
+    """What one device does of a video, in latent rows, columns and frames.
+
+    chunks: for each chunk of the video the frames of this device, none where only others have some.
+    ends: how many frames are behind each chunk, those of all devices.
+    new_history: makes what a run of these chunks remembers.
+    """
+
+    rows: range
+    columns: range
+    chunks: tuple[range, ...]
+    ends: tuple[int, ...]
+    new_history: Callable[[], FrameHistory] = FrameHistory
+
+    @staticmethod
+    def whole(size: LatentSize) -> VAEShare:
+        """All of the video, one latent frame at a time."""
+        return VAEShare(
+            rows=range(size.height),
+            columns=range(size.width),
+            chunks=tuple(range(frame, frame + 1) for frame in range(size.frames)),
+            ends=tuple(range(1, size.frames + 1)),
+        )
+
+
+def latent_size(latent: Tensor) -> LatentSize:
+    """Of [B, C, T, h, w]."""
+    frames, height, width = latent.shape[2:]
+    return LatentSize(frames=frames, height=height, width=width)
+
+
+def validate_decode(config: VAEConfig, latent: Tensor, frames: Tensor) -> None:
+    """Refuse a latent that is not [B, C, T, h, w], finite, or does not give `frames` [B*(4T-3), 16h, 16w, 3]."""
     if latent.dim() != 5 or 0 in latent.shape:
         raise ConfigError(
             f"the latent has shape {list(latent.shape)}; a VAE decodes [batch, channels, frames, height, width]"
         )
-    batch, _, count, height, width = latent.shape
+    batch, channels, count, height, width = latent.shape
     expected = (batch * (TEMPORAL * (count - 1) + 1), SPATIAL * height, SPATIAL * width, 3)
     if tuple(frames.shape) != expected:
         raise ConfigError(
             f"room for frames of shape {list(frames.shape)} was given; this latent decodes to {list(expected)}"
         )
+    if channels != config.z_dim:
+        raise ConfigError(f"the latent has {channels} channels; this VAE decodes {config.z_dim}")
+    is_finite = torch.isfinite(latent).all(4).all(3).all(1)
+    if not bool(is_finite.all()):
+        sample, frame = (~is_finite).nonzero()[0].tolist()
+        of_sample = f" of sample {sample + 1}" if batch > 1 else ""
+        raise ConfigError(
+            f"the latent holds NaN or infinite values, first in frame {frame + 1} of {count}{of_sample}; sample it "
+            "again with dtype bfloat16 or float32"
+        )
 
 
-def validate_encode(frames: Tensor, latent: Tensor) -> None:
+def validate_encode(config: VAEConfig, frames: Tensor, latent: Tensor) -> None:
     """Refuse frames that are not [4k+1, 16h, 16w, 3] or do not give `latent` [1, C, k+1, h, w]."""
     if (
         frames.dim() != 4
@@ -52,45 +100,59 @@ def validate_encode(frames: Tensor, latent: Tensor) -> None:
             f"room for a latent of shape {list(latent.shape)} was given; these images encode to "
             f"[1, channels, {', '.join(map(str, expected))}]"
         )
+    if latent.shape[1] != config.z_dim:
+        raise ConfigError(
+            f"a latent of {latent.shape[1]} channels was asked for; this VAE encodes {config.z_dim}"
+        )
 
 
 def decode_chunks_into(
-    vae: WanVAE, latent: Tensor, frames: Tensor, *, device: torch.device
-) -> Iterator[None]:
-    """Decode latent [B, C, T, h, w] (raw VAE space) into frames, as `validate_decode` has them.
+    vae: WanVAE, latent: Tensor, frames: Tensor, *, share: VAEShare, device: torch.device
+) -> Iterator[int]:
+    """Decode this device's share of latent [B, C, T, h, w] (raw VAE space) into its share of `frames`.
 
-    Each sample goes through alone, so memory is that of one. Raises ConfigError for channels that do not fit.
+    Both are as `validate_decode` has them. Each sample goes through alone, so memory is that of one.
     """
-    if latent.shape[1] != vae.config.z_dim:
-        raise ConfigError(
-            f"the latent has {latent.shape[1]} channels; this VAE decodes {vae.config.z_dim}"
-        )
-    if not bool(torch.isfinite(latent).all()):
-        raise ConfigError(
-            "the latent holds NaN or infinite values; sample it again with dtype bfloat16 or float32"
-        )
-    position = 0
-    for sample in latent:
-        for chunk in vae.decode_chunks(sample.unsqueeze(0).to(device)):
-            pictures = chunk[0].permute(1, 2, 3, 0)
-            count = pictures.shape[0]
-            frames[position : position + count] = pictures.float().add_(1).div_(2)
-            position += count
-            yield
+    rows, columns = pixels_of(share.rows), pixels_of(share.columns)
+    videos = frames.unflatten(0, (latent.shape[0], -1))[:, :, rows, columns]
+    parts = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
+    for index, (part, video) in enumerate(zip(parts, videos, strict=True)):
+        history = share.new_history()
+        for chunk, end in zip(share.chunks, share.ends, strict=True):
+            if chunk:
+                z = part[None, :, as_slice(chunk)].to(device)
+                pictures = vae.decode_chunk(z, history)[0].permute(1, 2, 3, 0)
+                video[frames_of(chunk)] = pictures.float().add_(1).div_(2)
+            history.next_chunk()
+            yield index * latent.shape[2] + end
 
 
 def encode_chunks_into(
-    vae: WanVAE, frames: Tensor, latent: Tensor, *, device: torch.device
-) -> Iterator[None]:
-    """Encode frames to the raw latent, as `validate_encode` has them.
+    vae: WanVAE, frames: Tensor, latent: Tensor, *, share: VAEShare, device: torch.device
+) -> Iterator[int]:
+    """Encode this device's share of `frames` to its share of the raw latent, as `validate_encode` has them."""
+    pictures = frames[:, pixels_of(share.rows), pixels_of(share.columns)]
+    part = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
+    history = share.new_history()
+    for chunk, end in zip(share.chunks, share.ends, strict=True):
+        if chunk:
+            pixels = pictures[frames_of(chunk)].to(device).permute(3, 0, 1, 2).mul(2).sub_(1)
+            part[:, :, as_slice(chunk)] = vae.encode_chunk(pixels.unsqueeze(0), history)
+        history.next_chunk()
+        yield end
 
-    Raises ConfigError for channels that do not fit.
-    """
-    if latent.shape[1] != vae.config.z_dim:
-        raise ConfigError(
-            f"a latent of {latent.shape[1]} channels was asked for; this VAE encodes {vae.config.z_dim}"
-        )
-    pixels = frames.permute(3, 0, 1, 2).unsqueeze(0).to(device).mul(2).sub_(1)
-    for index, chunk in enumerate(vae.encode_chunks(pixels)):
-        latent[:, :, index] = chunk[:, :, 0]
-        yield
+
+def as_slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def pixels_of(latent_rows: range) -> slice:
+    """Pixel rows of latent rows; columns alike."""
+    return slice(SPATIAL * latent_rows.start, SPATIAL * latent_rows.stop)
+
+
+def frames_of(latent_frames: range) -> slice:
+    """Pixel frames of latent frames: the first one is one, each later one is four."""
+    return slice(
+        *(max(0, TEMPORAL * edge - 3) for edge in (latent_frames.start, latent_frames.stop))
+    )

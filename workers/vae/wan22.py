@@ -427,7 +427,7 @@ class WanVAE(nn.Module):
         history = FrameHistory()
         for frame_bcthw in torch.split(z_bcthw, 1, dim=2):
             yield self.decode_chunk(frame_bcthw, history)
-            history.is_start = False
+            history.next_chunk()
 
     def decode(self, z_bcthw: Tensor) -> Tensor:
         """Decode raw latents [B, z_dim, T, h, w] to pixels [B, 3, 4 * T - 3, 16 * h, 16 * w]."""
@@ -453,7 +453,7 @@ class WanVAE(nn.Module):
     def _encode_run(self, pixels_bcfhw: Tensor) -> Iterator[Tensor]:
         history = FrameHistory()
         yield self.encode_chunk(pixels_bcfhw[:, :, :1], history)
-        history.is_start = False
+        history.next_chunk()
         step = self.config.temporal_factor
         for end in range(1 + step, pixels_bcfhw.shape[2] + 1, step):
             yield self.encode_chunk(pixels_bcfhw[:, :, end - step : end], history)

@@ -1,0 +1,137 @@
+"""The VAE on several ranks through the product's own code, without ComfyUI and sockets: what parity is measured on.
+
+Functions named `*_rank` run in a `RankPool`. Each rank fills its share of a result of its own, NaN elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.messages import (
+    DecodeRequest,
+    EncodeRequest,
+    LedgerLine,
+    TensorRef,
+    VAESpec,
+)
+from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
+from workers.parallel.groups import PlaneGroups
+from workers.parallel.vae_share import apply_vae_split
+from workers.vae.run import decode_chunks_into, encode_chunks_into
+from workers.vae.wan22 import VAEConfig, WanVAE
+
+from .checkpoints import vae_weights
+
+CPU = torch.device("cpu")
+LIMIT = 1e-5
+"""Allowed error in float32 against one process, as a part of the largest value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEInputs:
+    """A latent [B, C, T, h, w] to decode, and frames [4T-3, 16h, 16w, 3] to encode, of one size."""
+
+    latent: Tensor
+    frames: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAERun:
+    """What one rank made of its share; what is not its share is NaN. The ledgers are of the two jobs."""
+
+    decoded: Tensor
+    encoded: Tensor
+    decode_ledger: tuple[LedgerLine, ...]
+    encode_ledger: tuple[LedgerLine, ...]
+
+
+def make_inputs(config: VAEConfig, size: LatentSize, *, batch: int = 1) -> VAEInputs:
+    """Seeded inputs; latents small enough that few pixels of random weights are cut off at the range's ends."""
+    generator = torch.Generator().manual_seed(size.frames)
+    latent = torch.randn(
+        batch, config.z_dim, size.frames, size.height, size.width, generator=generator
+    )
+    frames = torch.rand(
+        4 * size.frames - 3, 16 * size.height, 16 * size.width, 3, generator=generator
+    )
+    return VAEInputs(latent=latent, frames=frames)
+
+
+def build_seeded_vae(config: VAEConfig) -> WanVAE:
+    vae = WanVAE(config)
+    vae.load_state_dict(vae_weights(config, seed=2))
+    vae.arrange_weights()
+    return vae
+
+
+def vae_rank(
+    rank: int, world_size: int, config: VAEConfig, splits: Sequence[VAESplit]
+) -> list[VAERun]:
+    """Decode and encode seeded inputs of each split's size with one VAE and one set of groups."""
+    vae = build_seeded_vae(config)
+    plane = PlaneGroups(layout=MeshDegrees(ring=world_size), rank=rank)
+    with torch.inference_mode():
+        return [run_split(vae, plane, split) for split in splits]
+
+
+def run_split(vae: WanVAE, plane: PlaneGroups, split: VAESplit) -> VAERun:
+    inputs = make_inputs(vae.config, split.size)
+    decoded = torch.full_like(inputs.frames, torch.nan)
+    encoded = torch.full_like(inputs.latent, torch.nan)
+    share = apply_vae_split(vae, split, plane)
+    plane.ledger.clear()
+    ends = list(decode_chunks_into(vae, inputs.latent, decoded, share=share, device=CPU))
+    assert ends == list(accumulate(map(sum, split.chunks())))
+    decode_ledger = plane.ledger.lines()
+    plane.ledger.clear()
+    assert ends == list(encode_chunks_into(vae, inputs.frames, encoded, share=share, device=CPU))
+    return VAERun(
+        decoded=decoded,
+        encoded=encoded,
+        decode_ledger=decode_ledger,
+        encode_ledger=plane.ledger.lines(),
+    )
+
+
+def joined(shares: Sequence[Tensor]) -> Tensor:
+    """The ranks' shares as one tensor. Raises ValueError unless each element has been made by one rank."""
+    made = torch.stack([~torch.isnan(share) for share in shares])
+    if not bool((made.sum(0) == 1).all()):
+        raise ValueError("the shares leave elements out, or overlap")
+    return torch.stack(list(shares)).nan_to_num(0.0).sum(0)
+
+
+def vae_spec(path: Path, *, dtype: str = "float32") -> VAESpec:
+    status = path.stat()
+    return VAESpec(
+        path=str(path), file_bytes=status.st_size, mtime_ns=status.st_mtime_ns, dtype=dtype
+    )
+
+
+def build_decode(spec: VAESpec, latent: Tensor) -> tuple[DecodeRequest, list[Tensor]]:
+    """The request and the tensors that its refs name: the latent, and the frames, which are NaN."""
+    batch, _, count, height, width = latent.shape
+    frames = torch.full((batch * (4 * count - 3), 16 * height, 16 * width, 3), torch.nan)
+    request = DecodeRequest(id="local", vae=spec, latent=_ref(0, latent), result=_ref(1, frames))
+    return request, [latent, frames]
+
+
+def build_encode(
+    spec: VAESpec, frames: Tensor, channels: int
+) -> tuple[EncodeRequest, list[Tensor]]:
+    """The request and the tensors that its refs name: the frames, and the latent, which is NaN."""
+    count, height, width = frames.shape[:3]
+    latent = torch.full((1, channels, (count - 1) // 4 + 1, height // 16, width // 16), torch.nan)
+    request = EncodeRequest(id="local", vae=spec, frames=_ref(0, frames), result=_ref(1, latent))
+    return request, [frames, latent]
+
+
+def _ref(buffer: int, tensor: Tensor) -> TensorRef:
+    return TensorRef(buffer=buffer, offset=0, dtype="float32", shape=tuple(tensor.shape))

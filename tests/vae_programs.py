@@ -1,0 +1,228 @@
+"""What the ranks of the test pool run for the VAE besides `devtools.vae_runs`: broken exchanges, rows of jobs.
+
+A fault replaces one seam of the product by a mistake that is easily made there, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from rank_programs import StoppingJob
+from torch import Tensor, nn
+
+from comfy_wan_dist.ipc.errors import WanDistError
+from comfy_wan_dist.ipc.messages import JobRequest, VAESpec
+from devtools.mesh_runs import LocalJob, build_local_runner
+from devtools.vae_runs import build_decode, build_encode
+from workers.loop import JobStats
+from workers.parallel import vae_share
+from workers.parallel.collectives import AxisGroup, Exchange
+from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder
+from workers.parallel.vae_temporal import RelayedHistory
+from workers.vae.layers import (
+    Border,
+    CausalConv3d,
+    FrameAttention,
+    FrameConv2d,
+    FrameHistory,
+    Upsample,
+    frame_attention,
+    pad_bottom_right,
+)
+from workers.vae.wan22 import WanVAE
+
+Fault = Callable[[], AbstractContextManager[Any]]
+
+
+def no_causal_halo() -> AbstractContextManager[Any]:
+    """Zeros instead of the neighbours' rows before the 3x3x3 convolutions."""
+    return _after_split(lambda name, module: isinstance(module, CausalConv3d))
+
+
+def no_halo_of_one_convolution() -> AbstractContextManager[Any]:
+    """The same before the last convolution of decoder and encoder only."""
+    return _after_split(lambda name, module: name.endswith("coder.head.2"))
+
+
+def no_upsample_halo() -> AbstractContextManager[Any]:
+    return _after_split(
+        lambda name, module: isinstance(module, FrameConv2d) and module.stride == (1, 1)
+    )
+
+
+def no_downsample_halo() -> AbstractContextManager[Any]:
+    return _after_split(
+        lambda name, module: isinstance(module, FrameConv2d) and module.stride == (2, 2)
+    )
+
+
+def attention_not_gathered() -> AbstractContextManager[Any]:
+    return _after_split(lambda name, module: isinstance(module, FrameAttention))
+
+
+def _after_split(is_meant: Callable[[str, nn.Module], bool]) -> AbstractContextManager[Any]:
+    """Modules that `is_meant` picks see nothing of other ranks."""
+    original = vae_share.apply_spatial_split
+
+    def apply(vae: WanVAE, space: AxisGroup, **options: Any) -> None:
+        original(vae, space, **options)
+        for name, module in vae.named_modules():
+            if not is_meant(name, module):
+                continue
+            if isinstance(module, FrameAttention):
+                module.attention = frame_attention
+            elif isinstance(getattr(module, "border", None), HaloBorder):
+                module.border = _zero_border(module.border.dim)
+            elif isinstance(getattr(module, "border", None), DownsampleBorder):
+                module.border = pad_bottom_right
+
+    return mock.patch.object(vae_share, "apply_spatial_split", apply)
+
+
+def _zero_border(dim: int) -> Border:
+    padding = (0, 0, 0, 0, 1, 1) if dim == 2 else (0, 0, 1, 1)
+    return lambda x, prepare: F.pad(prepare(x), padding)
+
+
+def halos_from_the_wrong_side() -> AbstractContextManager[Any]:
+    """Each rank takes its last row for its first one when it sends."""
+    original = HaloBorder.edges
+
+    def swapped(self: HaloBorder, x: Tensor) -> Mapping[int, Tensor]:
+        return original(self, x.flip(self.dim))
+
+    return mock.patch.object(HaloBorder, "edges", swapped)
+
+
+def no_relay(kernel: tuple[int, int, int], time_stride: int) -> AbstractContextManager[Any]:
+    """Ranks look back on frames of their own only, before convolutions of one kind."""
+    original = RelayedHistory.extend
+
+    def local(self: RelayedHistory, conv: nn.Module, x: Tensor, frames: int) -> Tensor:
+        assert isinstance(conv, CausalConv3d)
+        if (conv.kernel_size, conv.stride[0]) == (kernel, time_stride):
+            return FrameHistory.extend(self, conv, x, frames)
+        return original(self, conv, x, frames)
+
+    return mock.patch.object(RelayedHistory, "extend", local)
+
+
+def no_relay_to_spatial() -> AbstractContextManager[Any]:
+    return no_relay((3, 3, 3), 1)
+
+
+def no_relay_to_doubling() -> AbstractContextManager[Any]:
+    return no_relay((3, 1, 1), 1)
+
+
+def no_relay_to_halving() -> AbstractContextManager[Any]:
+    return no_relay((3, 1, 1), 2)
+
+
+def no_relay_between_chunks() -> AbstractContextManager[Any]:
+    """The first rank begins each chunk as if nothing had been before."""
+    original = RelayedHistory.next_chunk
+
+    def forget(self: RelayedHistory) -> None:
+        original(self)
+        self._frames = {conv: frames * 0 for conv, frames in self._frames.items()}
+
+    return mock.patch.object(RelayedHistory, "next_chunk", forget)
+
+
+def first_frame_in_history() -> AbstractContextManager[Any]:
+    """The first frame is part of what later ones look back on where the decoder doubles frames."""
+    original = Upsample.forward
+
+    def forward(self: Upsample, x: Tensor, history: FrameHistory) -> Tensor:
+        if self.time_conv is not None and history.is_start:
+            history.prime(self.time_conv, x[:, :1])
+        return original(self, x, history)
+
+    return mock.patch.object(Upsample, "forward", forward)
+
+
+def first_frame_not_in_history() -> AbstractContextManager[Any]:
+    """The opposite where the encoder halves them."""
+    return mock.patch.object(FrameHistory, "prime")
+
+
+def group_rank_as_plane_rank() -> AbstractContextManager[Any]:
+    """Whoever is rank 1 of a group is taken for rank 1 of the plane."""
+    original = AxisGroup.exchange
+
+    def mistaken(
+        self: AxisGroup, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]
+    ) -> Exchange:
+        return original(replace(self, ranks=tuple(range(self.size))), send, receive)
+
+    return mock.patch.object(AxisGroup, "exchange", mistaken)
+
+
+def out_of_memory_once() -> AbstractContextManager[Any]:
+    """No memory is left for the second chunk that is decoded."""
+    original, calls = WanVAE.decode_chunk, count(1)
+
+    def decode_chunk(self: WanVAE, z: Tensor, history: FrameHistory) -> Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+        return original(self, z, history)
+
+    return mock.patch.object(WanVAE, "decode_chunk", decode_chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEJob:
+    """A job of the pipeline: decode `latent`, or else encode `frames` to so many channels.
+
+    stop: the rank that is told to stop, and before which chunk, counted from 1.
+    """
+
+    latent: Tensor | None = None
+    frames: Tensor | None = None
+    channels: int = 48
+    stop: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEJobEnd:
+    """How a job ended on one rank; `result` is NaN where it has written nothing."""
+
+    error: str
+    reports: list[tuple[str, int, int]]
+    result: Tensor
+    stats: JobStats
+
+
+def run_vae_jobs(
+    rank: int, mesh: str, spec: VAESpec, jobs: Sequence[VAEJob], machines: int = 1
+) -> list[VAEJobEnd]:
+    """One job after the other on one runner."""
+    runner, agreement = build_local_runner(rank, mesh, machines=machines)
+    ends = []
+    for each in jobs:
+        request: JobRequest
+        if each.latent is not None:
+            request, tensors = build_decode(spec, each.latent)
+        else:
+            assert each.frames is not None
+            request, tensors = build_encode(spec, each.frames, each.channels)
+        job = LocalJob(tensors, agreement)
+        if each.stop is not None and each.stop[0] == rank:
+            job = StoppingJob(tensors, agreement)
+            job.stop_at = each.stop[1]
+        error, stats = "no error", JobStats()
+        try:
+            stats = runner.run(request, job)  # type: ignore[arg-type]
+        except WanDistError as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        agreement.take_failure()
+        ends.append(VAEJobEnd(error=error, reports=job.reports, result=tensors[-1], stats=stats))
+    return ends
