@@ -13,7 +13,8 @@ from .ipc.messages import SampleRequest, TensorRef
 from .ipc.shared import split_ref
 from .mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from .mesh.degrees import MeshDegrees
-from .mesh.job_cost import sample_flops
+from .mesh.flops import rank_flops
+from .mesh.job import PlannedJob
 from .mesh.shape import LatentGrid
 from .schedules import Schedule
 from .session import Session
@@ -62,7 +63,11 @@ def build_pieces(
     frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
     step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
     cond, uncond = job.send(sampling.cond), job.send_optional(sampling.uncond)
-    meshes = tuple(_piece_mesh(model, plane, grid, size, sampling.is_guided) for size in sizes)
+    jobs = [planned_job(sampling, model, grid, batch=size) for size in sizes]
+    meshes = tuple(
+        choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
+        for each in jobs
+    )
 
     def piece(index: int) -> Piece:
         request = SampleRequest(
@@ -84,21 +89,9 @@ def build_pieces(
         )
         return Piece(
             request=request,
-            cost=sample_flops(
-                model.shape,
-                grid,
-                steps=len(schedule.timesteps),
-                branches=1 + sampling.is_guided,
-                batch=sizes[index],
-            ),
+            cost=rank_flops(jobs[index], MeshDegrees(), 0).job(len(schedule.timesteps)),
             most_samples=joint_samples(
-                meshes[index],
-                model.shape,
-                grid,
-                batch=sizes[index],
-                guided=sampling.is_guided,
-                device_memory=model.device_memory,
-                dtype=model.spec.dtype,
+                meshes[index], jobs[index], device_memory=model.device_memory
             ),
         )
 
@@ -106,16 +99,17 @@ def build_pieces(
     return SamplingPieces(pieces=pieces, meshes=meshes, result=result)
 
 
-def _piece_mesh(
-    model: ResolvedModel, plane: MeshDegrees, grid: LatentGrid, size: int, is_guided: bool
-) -> MeshDegrees:
-    return choose_job_mesh(
-        plane,
-        model.shape,
-        grid,
-        batch=size,
-        guided=is_guided,
-        is_auto=model.is_auto,
-        device_memory=model.device_memory,
+def planned_job(
+    sampling: Sampling, model: ResolvedModel, grid: LatentGrid, *, batch: int
+) -> PlannedJob:
+    """A piece of `batch` samples in the numbers that decide what it costs."""
+    cond, uncond = sampling.cond, sampling.uncond
+    return PlannedJob(
+        shape=model.shape,
+        grid=grid,
+        steps=len(sampling.schedule.timesteps),
+        guided=sampling.is_guided,
+        batch=batch,
         dtype=model.spec.dtype,
+        text_tokens=(cond.shape[1], cond.shape[1] if uncond is None else uncond.shape[1]),
     )

@@ -387,9 +387,13 @@ WAN = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
 GRID = LatentGrid(frames=31, rows=22, columns=40)
 
 
+def planned(batch: int) -> PlannedJob:
+    return PlannedJob(shape=WAN, grid=GRID, steps=1, guided=True, batch=batch, text_batch=batch)
+
+
 def test_runs_are_shared_up_to_a_sample_for_each_stage() -> None:
     def most(mesh: MeshDegrees, batch: int = 1, device_memory: int | None = None) -> int:
-        return joint_samples(mesh, WAN, GRID, batch=batch, guided=True, device_memory=device_memory)
+        return joint_samples(mesh, planned(batch), device_memory=device_memory)
 
     assert most(MeshDegrees(cfg=2, ulysses=2)) == 0
     assert most(MeshDegrees(pp=3)) == 3
@@ -400,19 +404,10 @@ def test_runs_are_shared_up_to_a_sample_for_each_stage() -> None:
 
 def test_runs_are_shared_only_as_far_as_memory_allows() -> None:
     mesh = MeshDegrees(pp=3)
-    needs = [
-        peak_bytes(
-            PlannedJob(
-                shape=WAN, grid=GRID, steps=1, guided=True, batch=samples, text_batch=samples
-            ),
-            mesh,
-        )
-        for samples in (1, 2, 3)
-    ]
+    needs = [peak_bytes(planned(samples), mesh) for samples in (1, 2, 3)]
     assert needs == sorted(set(needs))
     for memory, most in [(needs[0], 0), (needs[1], 2), (needs[2] - 1, 2), (needs[2], 3)]:
-        found = joint_samples(mesh, WAN, GRID, batch=1, guided=True, device_memory=memory)
-        assert found == most
+        assert joint_samples(mesh, planned(1), device_memory=memory) == most
 
 
 # ---- who shares

@@ -116,11 +116,7 @@ def test_auto_job_avoids_a_mesh_on_which_the_job_does_not_fit() -> None:
     plane = mesh_degrees("ulysses2")
 
     def chosen(memory: int | None) -> str:
-        return str(
-            choose_job_mesh(
-                plane, TI2V_5B, GRID, batch=1, guided=True, is_auto=True, device_memory=memory
-            )
-        )
+        return str(choose_job_mesh(plane, job(), is_auto=True, device_memory=memory))
 
     assert chosen(None) == chosen(80 * GB) == "cfg2"
     assert chosen(peak_bytes(job(), mesh_degrees("cfg2")) - 1) == "ulysses2"
@@ -251,7 +247,7 @@ def test_fsdp_is_planned_where_replicas_do_not_fit() -> None:
 
 def test_a_job_on_a_plane_with_fsdp_is_never_cut_into_sub_planes() -> None:
     plane = mesh_degrees("ulysses4-fsdp")
-    mesh = choose_job_mesh(plane, TI2V_5B, GRID, batch=4, guided=True, is_auto=True)
+    mesh = choose_job_mesh(plane, job(batch=4), is_auto=True)
     assert str(mesh) == "cfg2-ulysses2-fsdp"
 
 

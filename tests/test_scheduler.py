@@ -37,7 +37,8 @@ from comfy_wan_dist.ipc.messages import Done, Progress, Unload
 from comfy_wan_dist.mesh.choice import piece_sizes
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
-from comfy_wan_dist.mesh.job_cost import sample_flops, vae_flops
+from comfy_wan_dist.mesh.flops import rank_flops, vae_flops
+from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 
 TICK_S = 0.01
@@ -444,9 +445,12 @@ def test_cost_of_a_job_grows_as_its_work_does() -> None:
     grid = LatentGrid(frames=31, rows=22, columns=40)
 
     def cost(grid: LatentGrid = grid, steps: int = 50, branches: int = 2, batch: int = 1) -> float:
-        return sample_flops(shape, grid, steps=steps, branches=branches, batch=batch)
+        job = PlannedJob(shape=shape, grid=grid, steps=steps, guided=branches == 2, batch=batch)
+        return rank_flops(job, MeshDegrees(), 0).job(steps)
 
-    assert cost(steps=25) * 2 == cost(branches=1) * 2 == cost(batch=2) / 2 == cost()
+    # The text is done once in a job.
+    assert cost(steps=25) * 2 == pytest.approx(cost(), rel=1e-3)
+    assert cost(branches=1) * 2 == cost() == pytest.approx(cost(batch=2) / 2, rel=1e-3)
     twice = replace(grid, frames=62)
     assert 2.4 < cost(twice) / cost() < 4  # linear layers and squared attention
     one_forward = cost(steps=1, branches=1)

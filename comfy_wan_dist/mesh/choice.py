@@ -152,35 +152,26 @@ def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | Non
 
 
 def choose_job_mesh(
-    plane: MeshDegrees,
-    shape: WanShape,
-    grid: LatentGrid,
-    *,
-    batch: int,
-    guided: bool,
-    is_auto: bool,
-    device_memory: int | None = None,
-    dtype: str = "bfloat16",
+    plane: MeshDegrees, job: PlannedJob, *, is_auto: bool, device_memory: int | None = None
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
     A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes. With
     `device_memory` (bytes of one device) meshes on which the job fits go first.
     """
-    if not is_auto and (guided or plane.cfg == 1):
+    if not is_auto and (job.guided or plane.cfg == 1):
         return plane
     replicas = weight_layout(plane).ring
-    heads = allowed_ulysses(shape, plane.tp)
+    heads = allowed_ulysses(job.shape, plane.tp)
     candidates = []
-    for dp, cfg, ulysses in product(range(1, batch + 1), (1, 2) if guided else (1,), heads):
+    for dp, cfg, ulysses in product(range(1, job.batch + 1), (1, 2) if job.guided else (1,), heads):
         ring, rest = divmod(replicas, dp * cfg * ulysses)
-        if rest or batch % dp or (dp > 1 and (plane.fsdp or not is_auto)):
+        if rest or job.batch % dp or (dp > 1 and (plane.fsdp or not is_auto)):
             continue
         mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
-        if grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
+        if job.grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):
             candidates.append(mesh)
     if device_memory is not None:
-        job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, batch=batch, dtype=dtype)
         fitting = [mesh for mesh in candidates if peak_bytes(job, mesh) <= device_memory]
         candidates = fitting or candidates
     return max(candidates, key=lambda mesh: (mesh.dp, mesh.cfg, mesh.ulysses), default=plane)
@@ -199,17 +190,8 @@ def piece_sizes(degrees: MeshDegrees, *, batch: int) -> tuple[int, ...]:
     return tuple(size + (index < rest) for index in range(count))
 
 
-def joint_samples(
-    mesh: MeshDegrees,
-    shape: WanShape,
-    grid: LatentGrid,
-    *,
-    batch: int,
-    guided: bool,
-    device_memory: int | None = None,
-    dtype: str = "bfloat16",
-) -> int:
-    """How many samples one run on a job's mesh may have when requests of `batch` samples each share it; 0 if none may.
+def joint_samples(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | None = None) -> int:
+    """How many samples one run on a job's mesh may have when others like the job share it; 0 if none may.
 
     With p stages and m micro-batches a step takes m + p - 1 slots, so each request that joins saves p - 1 of them. With
     p samples the stages are all at work for a time, and busy for p / (2p - 1) of it or, with guidance, 2p / (3p - 1).
@@ -218,8 +200,7 @@ def joint_samples(
     """
     if mesh.pp == 1:
         return 0
-    job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
-    for samples in range(mesh.pp * mesh.dp, batch, -1):
+    for samples in range(mesh.pp * mesh.dp, job.batch, -1):
         shared = replace(job, batch=samples, text_batch=samples)
         if device_memory is None or peak_bytes(shared, mesh) <= device_memory:
             return samples

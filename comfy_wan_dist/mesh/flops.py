@@ -1,6 +1,7 @@
 """Floating-point operations of one rank: matrix products and attention, a multiply and an add counting as two.
 
-Not covered: norms, modulation, rotary embedding and the solver, which are under one per cent.
+Not covered: norms, modulation, rotary embedding and the solver, which are under one per cent. The VAE's are a rough
+number for all ranks, to put its jobs in order with others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 
 from .degrees import MeshDegrees
 from .job import Counting, PlannedJob, RankShare, rank_share
+
+VAE_FLOPS_PER_PIXEL = 2e7
+"""Of the decoder at 121x704x1280, 2.0e15 in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,3 +99,8 @@ def _ends(job: PlannedJob, share: RankShare) -> int:
     rows = share.micro_batch * job.timestep_rows
     time = 2 * rows * shape.dim * (shape.freq_dim + shape.dim + 6 * shape.dim)
     return share.forwards * (patches + head + time)
+
+
+def vae_flops(*, frames: int, height: int, width: int) -> float:
+    """Of decoding so many pixels on all ranks together; encoding is of the same order."""
+    return VAE_FLOPS_PER_PIXEL * frames * height * width

@@ -78,16 +78,7 @@ def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
         dtype=job.dtype,
         grid=job.grid,
     )
-    auto_mesh = choose_job_mesh(
-        loaded,
-        job.shape,
-        job.grid,
-        batch=job.batch,
-        guided=job.guided,
-        is_auto=True,
-        device_memory=device.memory,
-        dtype=job.dtype,
-    )
+    auto_mesh = choose_job_mesh(loaded, job, is_auto=True, device_memory=device.memory)
     auto = Choice(
         option=weigh_mesh(job, auto_mesh, pool),
         reason=explain_mesh(auto_mesh, job, device_memory=device.memory),

@@ -10,7 +10,7 @@ from .. import comfy_adapter, session
 from ..group.scheduler import Piece
 from ..handle import ModelHandle, resolve_vae
 from ..ipc.messages import EncodeRequest
-from ..mesh.job_cost import vae_flops
+from ..mesh.flops import vae_flops
 from .load_model import CATEGORY, WanDistModel
 from .vae_decode import vae_dtype_input, vae_name_input
 

@@ -8,7 +8,7 @@ from .. import comfy_adapter, session
 from ..group.scheduler import Piece
 from ..handle import DTYPES, ModelHandle, resolve_vae
 from ..ipc.messages import DecodeRequest
-from ..mesh.job_cost import vae_flops
+from ..mesh.flops import vae_flops
 from .load_model import CATEGORY, WanDistModel
 
 
