@@ -317,8 +317,7 @@ def test_address_that_cannot_be_listened_on_fails_the_start_cleanly(
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[MachineDoor]:
-    monkeypatch.setattr(machines_module, "FIRST_WORD_TIMEOUT_S", 0.2)
+def door() -> Iterator[MachineDoor]:
     spec = stub_spec(Path("log"), machines=Machines(count=2, head=free_address(LOOPBACK)))
     gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
@@ -403,6 +402,27 @@ def test_door_survives_any_bytes(door: MachineDoor, data: bytes) -> None:
     with tcp.connect(door._spec.machines.head, timeout_s=2) as raw:
         raw.sendall(data)
         assert door.accept() is None
+
+
+def test_silent_connections_hold_nobody_up(
+    door: MachineDoor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machines_module, "MAX_GUESTS", 8)
+    assert door._spec.machines is not None
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            silent = stack.enter_context(tcp.connect(door._spec.machines.head, timeout_s=2))
+            silent.sendall(b"\0\1")  # half a length
+        machine = stack.enter_context(knocking(door))
+        started = time.monotonic()
+        for _ in range(13):
+            assert door.accept() is None
+        machine.send(Arrive(name="other"), timeout_s=1)
+        assert door.accept() is None
+        assert isinstance(machine.receive(1).message, Join)
+        assert time.monotonic() - started < 1
+        assert len(door._guests) == 8 - 1
+    assert caplog.text.count("never said a word") == 13 - 8
 
 
 def test_another_version_is_named_on_both_sides(
