@@ -69,6 +69,7 @@ from comfy_wan_dist.ipc.tcp import Address, parse_address
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines, parse_machines
+from comfy_wan_dist.model_file.header import content_of, read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import (
     CASES,
@@ -483,6 +484,45 @@ def test_files_of_other_machines_are_known_by_path_or_name_and_size(
         files.read(gone)
     right.write_bytes(model_path.read_bytes())
     assert files.read(gone).path == str(right)
+    small.write_bytes(model_path.read_bytes()[:-1])
+    assert files.read(gone).path == str(right)  # a damaged one does not end the search
+    write_transformer(right, TINY_TRANSFORMER, seed=2)
+    assert right.stat().st_size == spec.file_bytes
+    with pytest.raises(
+        ModelFileError,
+        match=rf"^machine other .*, and {small} is of no use \(.*\), and {right} has other weights; copy it",
+    ):
+        files.read(gone)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_content_is_told_to_other_machines_only(model_path: Path, machines: int) -> None:
+    handle = ModelHandle(
+        path=str(model_path),
+        dtype="auto",
+        mesh="cfg2",
+        devices="cpu:2",
+        compile=False,
+        machines=machines,
+        head_address=str(TWO.head),
+    )
+    content = content_of(read_model_file(str(model_path)))
+    assert resolve_model(handle, visible_cuda=0).spec.content == ("" if machines == 1 else content)
+
+
+def test_content_changes_with_any_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_transformer(path, TINY_TRANSFORMER, seed=1)
+    file = read_model_file(str(path))
+    contents = {content_of(file)}
+    matrices = [entry for entry in file.entries.values() if len(entry.shape) > 1]
+    with path.open("r+b") as stream:
+        for entry in matrices:
+            stream.seek((entry.start + entry.stop) // 2)
+            stream.write(b"\x3f\x3f\x3f\x3f")
+            stream.flush()
+            contents.add(content_of(file))
+    assert len(contents) == 1 + len(matrices)
 
 
 # ---- groups of two machines, both played by this one
