@@ -300,6 +300,7 @@ def test_connections_between_machines_are_probed() -> None:
     [
         ("203.0.113.7", "it is no address of this machine"),
         ("no-such-host.invalid", "cannot be found"),
+        ("localhost", "means 127.0.0.1 on this machine, which no other machine reaches"),
         (LOOPBACK, "choose another port"),
     ],
 )
@@ -403,6 +404,13 @@ def test_door_survives_any_bytes(door: MachineDoor, data: bytes) -> None:
     with tcp.connect(door._spec.machines.head, timeout_s=2) as raw:
         raw.sendall(data)
         assert door.accept() is None
+
+
+def test_machine_that_has_gone_again_does_not_join(door: MachineDoor) -> None:
+    with knocking(door) as machine:
+        machine.send(Arrive(name="other"), timeout_s=1)
+    assert door.accept() is None
+    assert door.missing == 1
 
 
 def test_silent_connections_hold_nobody_up(

@@ -183,6 +183,8 @@ class MachineDoor:
             return None
 
     def _admit_machine(self, arrival: Arrive, ip: str, channel: SocketChannel) -> None:
+        if channel.ends_within(0):
+            raise ProtocolError("the machine has gone again")
         if not self.missing:
             _refuse(channel, f"the group has its {self._count} machines already")
             return
