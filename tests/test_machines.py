@@ -503,6 +503,20 @@ def test_files_of_other_machines_are_known_by_path_or_name_and_size(
         files.read(gone)
 
 
+def test_files_of_other_machines_are_found_behind_links(model_path: Path, tmp_path: Path) -> None:
+    models, disk = tmp_path / "models", tmp_path / "disk"
+    for folder in (models, disk):
+        folder.mkdir()
+        (folder / "circle").symlink_to(models)
+    gone = replace(model_spec(model_path), path=f"/nowhere/{graphs.MODEL}")
+    files = CopiedFiles(folder=models, machine="other")
+    with pytest.raises(ModelFileError, match="has no file"):
+        files.read(gone)
+    (models / "linked").symlink_to(disk)
+    (disk / graphs.MODEL).write_bytes(model_path.read_bytes())
+    assert files.read(gone).path == str(models / "linked" / graphs.MODEL)
+
+
 @pytest.mark.parametrize("machines", [1, 2])
 def test_content_is_told_to_other_machines_only(model_path: Path, machines: int) -> None:
     handle = ModelHandle(

@@ -69,7 +69,13 @@ class CopiedFiles:
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
         if self._folder is not None:
-            for folder, folders, names in os.walk(self._folder):
+            seen = set()
+            for folder, folders, names in os.walk(self._folder, followlinks=True):
+                place = os.path.realpath(folder)
+                if place in seen:  # links may lead in a circle
+                    folders.clear()
+                    continue
+                seen.add(place)
                 folders.sort()
                 if path.name in names:
                     yield Path(folder, path.name)
