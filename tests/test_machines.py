@@ -48,6 +48,7 @@ from comfy_wan_dist.cli import main
 from comfy_wan_dist.group import machines as machines_module
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.environment import child_environment
+from comfy_wan_dist.group.join import Offer, _take_part
 from comfy_wan_dist.group.launch import StartingGroup
 from comfy_wan_dist.group.machines import MachineDoor
 from comfy_wan_dist.group.registry import GroupRegistry
@@ -449,6 +450,37 @@ def test_another_version_is_named_on_both_sides(
             older.setattr(messages, "PROTOCOL_VERSION", 99)
             with pytest.raises(VersionMismatch, match="this side speaks 99"):
                 machine.receive(1)
+
+
+@pytest.mark.parametrize("nonsense", [{"runner": "a\0b"}, {"token": "\ud800"}, {"device": "tpu"}])
+def test_nonsense_of_a_head_is_refused_and_leaves_nothing(
+    private: Path, nonsense: dict[str, str]
+) -> None:
+    join = Join(
+        node=1,
+        machines=2,
+        ranks=1,
+        device="cpu",
+        mesh="ulysses2",
+        runner="stub_runner:build",
+        store_port=1,
+        token="secret",
+    )
+    offer = Offer(head=TWO.head, devices="cpu:1", visible_cuda=0, models=None)
+    said: list[str] = []
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        head, machine = map(SocketChannel, socket.socketpair())
+        for channel in (head, machine):
+            stack.callback(channel.close)
+        head.send(replace(join, **nonsense), timeout_s=1)  # type: ignore[arg-type]
+        _take_part(offer, machine, ip="127.0.0.1", say=said.append)
+        assert isinstance(head.receive(1).message, Arrive)
+        refusal = head.receive(1).message
+        assert isinstance(refusal, Refuse)
+        assert [refusal.reason] == said
+    assert list(private.iterdir()) == []
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
 
 
 # ---- tensors and files on other machines
