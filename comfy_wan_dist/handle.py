@@ -16,7 +16,7 @@ from .mesh.devices import DeviceList, parse_devices
 from .mesh.machines import Machines, parse_machines, validate_machines
 from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
-from .model_file.header import ModelFile, read_model_file
+from .model_file.header import ModelFile, content_of, read_model_file
 from .model_file.wan import read_wan_file
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -94,6 +94,7 @@ def resolve_model(
             mtime_ns=file.file.mtime_ns,
             dtype=dtype,
             compile=handle.compile,
+            content="" if machines is None else content_of(file.file),
         ),
         shape=file.shape,
         degrees=degrees,

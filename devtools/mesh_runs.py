@@ -18,7 +18,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import build_model, load_weights
@@ -204,6 +204,7 @@ def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> 
         mtime_ns=status.st_mtime_ns,
         dtype=dtype,
         compile=compile,
+        content=content_of(read_model_file(str(path))),
     )
 
 

@@ -256,7 +256,9 @@ def test_receive_leaks_no_descriptor_with_a_wrong_message(
 ) -> None:
     raw, channel = raw_and_channel
     before = open_fds()
-    socket.send_fds(raw, [frame(b'{"version":1,"kind":"Eval","body":{}}')], [pipe[0]])
+    socket.send_fds(
+        raw, [frame(b'{"version":%d,"kind":"Eval","body":{}}' % PROTOCOL_VERSION)], [pipe[0]]
+    )
     with pytest.raises(ProtocolError, match="unknown kind"):
         channel.receive(1)
     assert open_fds() == before

@@ -48,6 +48,7 @@ from comfy_wan_dist.cli import main
 from comfy_wan_dist.group import machines as machines_module
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.environment import child_environment
+from comfy_wan_dist.group.join import Offer, _take_part
 from comfy_wan_dist.group.launch import StartingGroup
 from comfy_wan_dist.group.machines import MachineDoor
 from comfy_wan_dist.group.registry import GroupRegistry
@@ -69,6 +70,7 @@ from comfy_wan_dist.ipc.tcp import Address, parse_address
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines, parse_machines
+from comfy_wan_dist.model_file.header import content_of, read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import (
     CASES,
@@ -299,6 +301,7 @@ def test_connections_between_machines_are_probed() -> None:
     [
         ("203.0.113.7", "it is no address of this machine"),
         ("no-such-host.invalid", "cannot be found"),
+        ("localhost", "means 127.0.0.1 on this machine, which no other machine reaches"),
         (LOOPBACK, "choose another port"),
     ],
 )
@@ -317,8 +320,7 @@ def test_address_that_cannot_be_listened_on_fails_the_start_cleanly(
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[MachineDoor]:
-    monkeypatch.setattr(machines_module, "FIRST_WORD_TIMEOUT_S", 0.2)
+def door() -> Iterator[MachineDoor]:
     spec = stub_spec(Path("log"), machines=Machines(count=2, head=free_address(LOOPBACK)))
     gc.collect()  # what other tests have left
     before = len(os.listdir("/proc/self/fd"))
@@ -405,6 +407,34 @@ def test_door_survives_any_bytes(door: MachineDoor, data: bytes) -> None:
         assert door.accept() is None
 
 
+def test_machine_that_has_gone_again_does_not_join(door: MachineDoor) -> None:
+    with knocking(door) as machine:
+        machine.send(Arrive(name="other"), timeout_s=1)
+    assert door.accept() is None
+    assert door.missing == 1
+
+
+def test_silent_connections_hold_nobody_up(
+    door: MachineDoor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machines_module, "MAX_GUESTS", 8)
+    assert door._spec.machines is not None
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            silent = stack.enter_context(tcp.connect(door._spec.machines.head, timeout_s=2))
+            silent.sendall(b"\0\1")  # half a length
+        machine = stack.enter_context(knocking(door))
+        started = time.monotonic()
+        for _ in range(13):
+            assert door.accept() is None
+        machine.send(Arrive(name="other"), timeout_s=1)
+        assert door.accept() is None
+        assert isinstance(machine.receive(1).message, Join)
+        assert time.monotonic() - started < 1
+        assert len(door._guests) == 8 - 1
+    assert caplog.text.count("never said a word") == 13 - 8
+
+
 def test_another_version_is_named_on_both_sides(
     door: MachineDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +450,37 @@ def test_another_version_is_named_on_both_sides(
             older.setattr(messages, "PROTOCOL_VERSION", 99)
             with pytest.raises(VersionMismatch, match="this side speaks 99"):
                 machine.receive(1)
+
+
+@pytest.mark.parametrize("nonsense", [{"runner": "a\0b"}, {"token": "\ud800"}, {"device": "tpu"}])
+def test_nonsense_of_a_head_is_refused_and_leaves_nothing(
+    private: Path, nonsense: dict[str, str]
+) -> None:
+    join = Join(
+        node=1,
+        machines=2,
+        ranks=1,
+        device="cpu",
+        mesh="ulysses2",
+        runner="stub_runner:build",
+        store_port=1,
+        token="secret",
+    )
+    offer = Offer(head=TWO.head, devices="cpu:1", visible_cuda=0, models=None)
+    said: list[str] = []
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack:
+        head, machine = map(SocketChannel, socket.socketpair())
+        for channel in (head, machine):
+            stack.callback(channel.close)
+        head.send(replace(join, **nonsense), timeout_s=1)  # type: ignore[arg-type]
+        _take_part(offer, machine, ip="127.0.0.1", say=said.append)
+        assert isinstance(head.receive(1).message, Arrive)
+        refusal = head.receive(1).message
+        assert isinstance(refusal, Refuse)
+        assert [refusal.reason] == said
+    assert list(private.iterdir()) == []
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
 
 
 # ---- tensors and files on other machines
@@ -463,6 +524,59 @@ def test_files_of_other_machines_are_known_by_path_or_name_and_size(
         files.read(gone)
     right.write_bytes(model_path.read_bytes())
     assert files.read(gone).path == str(right)
+    small.write_bytes(model_path.read_bytes()[:-1])
+    assert files.read(gone).path == str(right)  # a damaged one does not end the search
+    write_transformer(right, TINY_TRANSFORMER, seed=2)
+    assert right.stat().st_size == spec.file_bytes
+    with pytest.raises(
+        ModelFileError,
+        match=rf"^machine other .*, and {small} is of no use \(.*\), and {right} has other weights; copy it",
+    ):
+        files.read(gone)
+
+
+def test_files_of_other_machines_are_found_behind_links(model_path: Path, tmp_path: Path) -> None:
+    models, disk = tmp_path / "models", tmp_path / "disk"
+    for folder in (models, disk):
+        folder.mkdir()
+        (folder / "circle").symlink_to(models)
+    gone = replace(model_spec(model_path), path=f"/nowhere/{graphs.MODEL}")
+    files = CopiedFiles(folder=models, machine="other")
+    with pytest.raises(ModelFileError, match="has no file"):
+        files.read(gone)
+    (models / "linked").symlink_to(disk)
+    (disk / graphs.MODEL).write_bytes(model_path.read_bytes())
+    assert files.read(gone).path == str(models / "linked" / graphs.MODEL)
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_content_is_told_to_other_machines_only(model_path: Path, machines: int) -> None:
+    handle = ModelHandle(
+        path=str(model_path),
+        dtype="auto",
+        mesh="cfg2",
+        devices="cpu:2",
+        compile=False,
+        machines=machines,
+        head_address=str(TWO.head),
+    )
+    content = content_of(read_model_file(str(model_path)))
+    assert resolve_model(handle, visible_cuda=0).spec.content == ("" if machines == 1 else content)
+
+
+def test_content_changes_with_any_matrix(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_transformer(path, TINY_TRANSFORMER, seed=1)
+    file = read_model_file(str(path))
+    contents = {content_of(file)}
+    matrices = [entry for entry in file.entries.values() if len(entry.shape) > 1]
+    with path.open("r+b") as stream:
+        for entry in matrices:
+            stream.seek((entry.start + entry.stop) // 2)
+            stream.write(b"\x3f\x3f\x3f\x3f")
+            stream.flush()
+            contents.add(content_of(file))
+    assert len(contents) == 1 + len(matrices)
 
 
 # ---- groups of two machines, both played by this one

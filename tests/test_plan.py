@@ -167,6 +167,11 @@ def test_plan_names_the_best_for_latency_and_for_throughput(
     assert found.latency.option.seconds.video <= 1.03 * best
 
 
+def test_plan_of_a_batch_that_no_node_makes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a batch of 4097 videos cannot be planned; 4096 are"):
+        plan("8xH100-SXM", batch=4097)
+
+
 def test_plan_gives_a_batch_to_sub_planes() -> None:
     found = plan("8xH100-SXM", batch=4)
     assert found.latency is not None

@@ -102,7 +102,11 @@ def _take_part(offer: Offer, channel: SocketChannel, *, ip: str, say: Say) -> No
     try:
         devices = choose_devices(message, offer)
         share = Share(message, offer, devices=devices, interface=interface_of(ip))
-    except (ConfigError, OSError) as error:
+    except (
+        ConfigError,
+        OSError,
+        ValueError,
+    ) as error:  # the last: text that no process can be given
         say(str(error))
         channel.send(Refuse(reason=str(error)), timeout_s=SEND_TIMEOUT_S)
         return

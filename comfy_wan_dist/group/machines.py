@@ -12,7 +12,9 @@ Whoever reaches the port may join: it is for networks that are trusted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import select
 from dataclasses import dataclass
 
 from ..ipc.channel import ChannelClosed, SocketChannel
@@ -29,8 +31,8 @@ from .folder import same_secret
 from .listener import RankConnection
 from .spec import LaunchSpec
 
-# Both say their first word at once; the start waits meanwhile.
-FIRST_WORD_TIMEOUT_S = 2.0
+# Who is silent holds nobody up, but is the first to go when more come.
+MAX_GUESTS = 256
 SEND_TIMEOUT_S = 5.0
 LAST_WORD_TIMEOUT_S = 1.0
 
@@ -60,6 +62,14 @@ class MachineConnection:
         return MachineLost(f"machine {self.host} said {type(message).__name__} out of turn")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guest:
+    """Whoever has connected from `ip` and has not said who it is."""
+
+    ip: str
+    channel: SocketChannel
+
+
 class MachineDoor:
     """The two TCP sockets of a group over several machines, both on the head's address only."""
 
@@ -72,13 +82,16 @@ class MachineDoor:
         self.joined: dict[int, MachineConnection] = {}
         self._socket = listen(spec.machines.head)
         self._socket.setblocking(False)
+        self._guests: dict[int, _Guest] = {}
+        self._ready = select.epoll()
+        self._ready.register(self._socket, select.EPOLLIN)
         try:
             # Held open until the launcher has it, so that nobody else takes the port.
             self.store = listen(Address(host=spec.machines.head.host, port=0))
             ip, port = self.store.getsockname()[:2]
             self.store_address = Address(host=ip, port=port)
         except BaseException:
-            self._socket.close()
+            self._close_door()
             raise
 
     @property
@@ -92,38 +105,20 @@ class MachineDoor:
         return self._count - 1 - len(self.joined)
 
     def fileno(self) -> int:
-        return self._socket.fileno()
+        """Readable when `accept` has something to do."""
+        return self._ready.fileno()
 
     def accept(self) -> RankConnection | None:
-        """Let a machine join, or a rank of one in. None unless it is a rank.
+        """Take one new connection, or hear one that has spoken: a machine joins, a rank comes in. Does not wait.
 
-        Raises WorkerStartError for a machine with another version of this project.
+        None unless it is a rank. Raises WorkerStartError for a machine with another version of this project.
         """
-        try:
-            connection, address = self._socket.accept()
-        except OSError:
-            return None
-        ip = str(address[0])
-        channel = SocketChannel(connection)
-        try:
-            watch(connection)
-            message = channel.receive(FIRST_WORD_TIMEOUT_S).message
-            if isinstance(message, Hello):
-                return self._admit_rank(message, ip, channel)
-            if isinstance(message, Arrive):
-                self._admit_machine(message, ip, channel)
-                return None
-            raise ProtocolError(f"it began with {type(message).__name__}")
-        except VersionMismatch as error:
-            _refuse(channel, str(error))
-            raise WorkerStartError(
-                f"machine {ip} wants to join with another version of Wan Dist ({error}); "
-                "install the same one on all machines"
-            ) from error
-        except (ProtocolError, ChannelClosed, TimeoutError, OSError) as error:
-            logger.warning("refused a connection from %s to the worker group: %s", ip, error)
-            channel.close()
-            return None
+        for descriptor, _ in self._ready.poll(0, 1):
+            if descriptor == self._socket.fileno():
+                descriptor = self._welcome()
+            if descriptor in self._guests:
+                return self._hear(descriptor)
+        return None
 
     def close_store(self) -> None:
         """Let go of the store's socket, which the launcher has by now."""
@@ -131,10 +126,65 @@ class MachineDoor:
 
     def close(self) -> None:
         """Let nobody in any more. Machines that have joined stay."""
-        self._socket.close()
+        self._close_door()
         self.store.close()
 
+    def _close_door(self) -> None:
+        self._socket.close()
+        self._ready.close()
+        for guest in self._guests.values():
+            guest.channel.close()
+        self._guests.clear()
+
+    def _welcome(self) -> int:
+        """Take a connection; its descriptor, or -1 if it is gone already."""
+        try:
+            connection, address = self._socket.accept()
+        except OSError:
+            return -1
+        guest = _Guest(ip=str(address[0]), channel=SocketChannel(connection))
+        descriptor = guest.channel.fileno()
+        self._guests[descriptor] = guest
+        self._ready.register(descriptor, select.EPOLLIN)
+        with contextlib.suppress(OSError):  # if it is gone, that is heard soon
+            watch(connection)
+        if len(self._guests) > MAX_GUESTS:
+            oldest = self._part_from(next(iter(self._guests)))
+            logger.warning("a connection from %s to the worker group never said a word", oldest.ip)
+            oldest.channel.close()
+        return descriptor
+
+    def _part_from(self, descriptor: int) -> _Guest:
+        """It is no guest any more; its channel stays open."""
+        self._ready.unregister(descriptor)
+        return self._guests.pop(descriptor)
+
+    def _hear(self, descriptor: int) -> RankConnection | None:
+        guest = self._guests[descriptor]
+        ip, channel = guest.ip, guest.channel
+        try:
+            message = channel.receive(0).message
+        except TimeoutError:
+            return None  # the rest is still to come
+        except (ProtocolError, ChannelClosed) as error:
+            self._part_from(descriptor)
+            _turn_away(guest, error)
+            return None
+        self._part_from(descriptor)
+        try:
+            if isinstance(message, Hello):
+                return self._admit_rank(message, ip, channel)
+            if isinstance(message, Arrive):
+                self._admit_machine(message, ip, channel)
+                return None
+            raise ProtocolError(f"it began with {type(message).__name__}")
+        except (ProtocolError, ChannelClosed, TimeoutError) as error:
+            _turn_away(guest, error)
+            return None
+
     def _admit_machine(self, arrival: Arrive, ip: str, channel: SocketChannel) -> None:
+        if channel.ends_within(0):
+            raise ProtocolError("the machine has gone again")
         if not self.missing:
             _refuse(channel, f"the group has its {self._count} machines already")
             return
@@ -169,6 +219,18 @@ class MachineDoor:
             machine=machine.number,
             host=machine.host,
         )
+
+
+def _turn_away(guest: _Guest, error: Exception) -> None:
+    """Close its connection. Raises WorkerStartError, having told it why, if it is of another version."""
+    if isinstance(error, VersionMismatch):
+        _refuse(guest.channel, str(error))
+        raise WorkerStartError(
+            f"machine {guest.ip} wants to join with another version of Wan Dist ({error}); "
+            "install the same one on all machines"
+        ) from error
+    logger.warning("refused a connection from %s to the worker group: %s", guest.ip, error)
+    guest.channel.close()
 
 
 def _refuse(channel: SocketChannel, reason: str) -> None:

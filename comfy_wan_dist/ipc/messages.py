@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -38,13 +38,17 @@ class TensorRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A transformer to have loaded. Two specs that differ are two models; size and mtime_ns tell a replaced file."""
+    """A transformer to have loaded. Two specs that differ are two models; size and mtime_ns tell a replaced file.
+
+    content: what tells other machines' files with other weights (`content_of`); empty for one machine.
+    """
 
     path: str
     file_bytes: int
     mtime_ns: int
     dtype: str
     compile: bool
+    content: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

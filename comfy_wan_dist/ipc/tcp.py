@@ -54,6 +54,12 @@ def listen(address: Address) -> socket.socket:
         raise ConfigError(
             f"the host of {address} cannot be found ({error.strerror}); write this machine's IPv4 address"
         ) from error
+    if ip != address.host and ipaddress.ip_address(ip).is_loopback:
+        # As /etc/hosts of some systems has it for their own name.
+        raise ConfigError(
+            f"the host of {address} means {ip} on this machine, which no other machine reaches; "
+            "write the IPv4 address at which the others reach it"
+        )
     try:
         return socket.create_server((ip, address.port), backlog=BACKLOG)
     except OSError as error:

@@ -16,6 +16,8 @@ from .shape import LatentGrid, WanShape
 from .shards import ShardRange, TokenShards, shard_range, token_shards
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_BATCH = 4096
+"""As many as ComfyUI's own nodes make in one job. The plan looks at each sample of a batch."""
 TEXT_TOKENS = 512
 """A prompt's tokens: ComfyUI and the official code pad to this length, and padding is attended."""
 
@@ -55,6 +57,10 @@ class PlannedJob:
             raise ConfigError(
                 f"{self.steps} steps of {self.batch} videos of {self.grid.tokens} tokens cannot be planned; "
                 "each must be 1 or more"
+            )
+        if self.batch > MAX_BATCH:
+            raise ConfigError(
+                f"a batch of {self.batch} videos cannot be planned; {MAX_BATCH} are the most"
             )
 
     @property

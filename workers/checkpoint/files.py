@@ -9,7 +9,7 @@ from typing import Protocol
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
-from comfy_wan_dist.model_file.header import ModelFile, read_model_file
+from comfy_wan_dist.model_file.header import ModelFile, content_of, read_model_file
 
 Spec = ModelSpec | VAESpec
 
@@ -35,7 +35,10 @@ class GivenFiles:
 
 
 class CopiedFiles:
-    """Of another machine: a file of the same size at the same path, or of the same name below a folder."""
+    """Of another machine: a file of the same size at the same path, or of the same name below a folder.
+
+    A transformer's must also have the same weights, as far as `content_of` sees them.
+    """
 
     def __init__(self, *, folder: Path | None, machine: str) -> None:
         """machine: its name, for messages."""
@@ -47,10 +50,16 @@ class CopiedFiles:
         for path in self._candidates(Path(spec.path)):
             if not os.path.isfile(path):
                 continue
-            file = read_model_file(str(path))
-            if file.file_bytes == spec.file_bytes:
-                return file
-            seen.append(f"{path} has {file.file_bytes} bytes")
+            try:
+                file = read_model_file(str(path))
+                if file.file_bytes != spec.file_bytes:
+                    seen.append(f"{path} has {file.file_bytes} bytes")
+                elif isinstance(spec, ModelSpec) and content_of(file) != spec.content:
+                    seen.append(f"{path} has other weights")
+                else:
+                    return file
+            except ModelFileError as error:  # the right one may be elsewhere
+                seen.append(f"{path} is of no use ({error})")
         where = "" if self._folder is None else f" or below {self._folder}"
         raise ModelFileError(
             f"machine {self._machine} has no file of {spec.file_bytes} bytes at {spec.path}{where}"
@@ -60,7 +69,13 @@ class CopiedFiles:
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
         if self._folder is not None:
-            for folder, folders, names in os.walk(self._folder):
+            seen = set()
+            for folder, folders, names in os.walk(self._folder, followlinks=True):
+                place = os.path.realpath(folder)
+                if place in seen:  # links may lead in a circle
+                    folders.clear()
+                    continue
+                seen.add(place)
                 folders.sort()
                 if path.name in names:
                     yield Path(folder, path.name)
