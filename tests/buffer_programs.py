@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import DecodeRequest, Unload, VAESpec
-from comfy_wan_dist.ipc.shared import BufferPool, Parcel
+from comfy_wan_dist.ipc.shared import BufferPool, Parcel, SharedBuffer, view_of
 from workers import buffers
-from workers.buffers import build_buffers, view_of
+from workers.buffers import build_buffers
+from workers.parallel.agreement import Agreement
 
 HEAD_RANKS = 2
 
 
 def adopted_tensors(rank: int, world_size: int, has_buffers: bool) -> list[Tensor] | str:
     """Latent and result as each rank gets them, or what it raises; the client's side is made on every head rank."""
-    source = build_buffers(rank=rank, head_ranks=HEAD_RANKS, world_size=world_size)
+    agreement = Agreement(rank=rank, size=world_size, group=dist.new_group())
+    source = build_buffers(
+        rank=rank, head_ranks=HEAD_RANKS, world_size=world_size, agreement=agreement
+    )
     parcel = Parcel(BufferPool())
     _, latent = parcel.pack([torch.zeros(5), torch.arange(12.0).view(3, 4)])
     result = parcel.reserve((2, 2), torch.float32)
@@ -49,3 +56,15 @@ def without_broadcast(rank: int, world_size: int) -> list[Tensor] | str:
         return adopted_tensors(rank, world_size, True)
     finally:
         buffers.bytes_of = original
+
+
+def without_room(rank: int, world_size: int) -> list[Tensor] | str:
+    """`adopted_tensors` when the last rank's machine has no memory for them."""
+
+    def none_left(fileno: int, size: int) -> SharedBuffer:
+        raise OSError("no memory")
+
+    if rank < world_size - 1:
+        return adopted_tensors(rank, world_size, True)
+    with mock.patch.object(buffers, "mmap", SimpleNamespace(mmap=none_left)):
+        return adopted_tensors(rank, world_size, True)

@@ -65,7 +65,15 @@ from comfy_wan_dist.ipc.errors import (
     WorkerDied,
     WorkerStartError,
 )
-from comfy_wan_dist.ipc.messages import Arrive, Hello, Join, ModelSpec, Progress, Refuse
+from comfy_wan_dist.ipc.messages import (
+    Arrive,
+    Hello,
+    Join,
+    ModelSpec,
+    Progress,
+    Refuse,
+    tensor_refs,
+)
 from comfy_wan_dist.ipc.tcp import Address, parse_address
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
@@ -85,7 +93,6 @@ from devtools.mesh_runs import (
     sample_rank,
 )
 from devtools.rank_pool import RankPool
-from workers.buffers import tensor_refs
 from workers.checkpoint.files import CopiedFiles
 
 # Groups start in several of them, and a lost machine takes half a minute to notice.
@@ -502,6 +509,13 @@ def test_other_machines_get_copies_of_inputs_and_untouched_room_for_results(
 def test_nobody_waits_for_tensors_that_rank_0_does_not_have(rank_pool: RankPool) -> None:
     answers = rank_pool.run(4, buffer_programs.adopted_tensors, 4, False, timeout_s=20)
     assert all("names buffer 0 of 0" in str(answer) for answer in answers)
+
+
+def test_all_ranks_hear_why_another_machine_has_no_room(rank_pool: RankPool) -> None:
+    answers = rank_pool.run(4, buffer_programs.without_room, 4, timeout_s=20)
+    assert all(
+        str(answer).startswith("InsufficientMemoryError: another machine") for answer in answers
+    )
 
 
 def test_files_of_other_machines_are_known_by_path_or_name_and_size(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import fields
 from datetime import timedelta
 from typing import Protocol
 
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.channel import MAX_FDS
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError, ProtocolError
-from comfy_wan_dist.ipc.messages import Request, TensorRef
-from comfy_wan_dist.ipc.shared import MAX_BUFFER_BYTES, MapCache, SharedBuffer
+from comfy_wan_dist.ipc.messages import RESULT, Request, TensorRef, tensor_refs
+from comfy_wan_dist.ipc.shared import MAX_BUFFER_BYTES, MapCache, SharedBuffer, view_of
+
+from .parallel.agreement import Agreement
 
 MAP_CACHE_BYTES = 256 * 2**20
 # Of one tensor: a gigabyte of frames may cross a slow network.
@@ -41,19 +42,23 @@ class JobBuffers(Protocol):
         ...
 
 
-def build_buffers(*, rank: int, head_ranks: int, world_size: int) -> JobBuffers:
+def build_buffers(
+    *, rank: int, head_ranks: int, world_size: int, agreement: Agreement
+) -> JobBuffers:
     """Of a plane whose first `head_ranks` ranks are on ComfyUI's machine.
 
     Collectives: with several machines one `new_group`, which all ranks make.
     """
-    mapped = MappedBuffers() if rank < head_ranks else None
-    if world_size > head_ranks:
-        members = [0, *range(head_ranks, world_size)]
-        group = dist.new_group(members, backend="gloo", timeout=TRANSFER_TIMEOUT)
-        if rank in members:
-            return BroadcastBuffers(mapped, group)
-    assert mapped is not None, "a rank of another machine is a member"
-    return mapped
+    mapped = MappedBuffers()
+    if world_size == head_ranks:
+        return mapped
+    members = [0, *range(head_ranks, world_size)]
+    group = dist.new_group(members, backend="gloo", timeout=TRANSFER_TIMEOUT)
+    return BroadcastBuffers(
+        mapped=mapped if rank < head_ranks else None,
+        members=group if rank in members else None,
+        agreement=agreement,
+    )
 
 
 class MappedBuffers:
@@ -70,19 +75,25 @@ class MappedBuffers:
 
 
 class BroadcastBuffers:
-    """Rank 0's mappings, of which the other members of a gloo group get copies.
+    """With several machines: mappings on ComfyUI's, elsewhere copies of rank 0's.
 
-    mapped: on rank 0, which is the group's first; None elsewhere.
+    mapped: None elsewhere. members: rank 0, which is the first, and the ranks elsewhere; None on other ranks.
     """
 
-    def __init__(self, mapped: MappedBuffers | None, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        *,
+        mapped: MappedBuffers | None,
+        members: dist.ProcessGroup | None,
+        agreement: Agreement,
+    ) -> None:
         self._mapped = mapped
-        self._group = group
+        self._members = members
+        self._agreement = agreement
 
     def adopt(self, request: Request, fds: Sequence[int]) -> Buffers:
-        """Collectives, if the request has tensors: a broadcast of all sizes, a vote, a broadcast for each input.
-
-        After a vote that failed every member raises, and nothing is sent.
+        """Collectives, if there are tensors: the members' broadcast of all sizes, a vote of all ranks, the members'
+        broadcast of each input. What a rank meets before the vote is raised on all, and nothing is sent.
         """
         refs = tensor_refs(request)
         if not refs:
@@ -99,13 +110,14 @@ class BroadcastBuffers:
         try:
             if self._mapped is None:
                 buffers = tuple(untouched_buffer(size) for size in sizes)
-            inputs = [bytes_of(buffers, ref) for name, ref in refs.items() if name != "result"]
+            inputs = [bytes_of(buffers, ref) for name, ref in refs.items() if name != RESULT]
         except Exception as caught:
             error = error or caught
-        self._vote(error)
-        for flat in inputs:
-            if flat.numel():
-                dist.broadcast(flat, src=0, group=self._group)
+        self._agreement.agree(error)
+        if self._members is not None:
+            for flat in inputs:
+                if flat.numel():
+                    dist.broadcast(flat, src=0, group=self._members)
         return buffers
 
     def clear(self) -> None:
@@ -117,30 +129,10 @@ class BroadcastBuffers:
         header = torch.zeros(1 + MAX_FDS, dtype=torch.int64, device="cpu")
         own = torch.tensor([len(buffers), *(buffer.size for buffer in buffers)], dtype=torch.int64)
         header[: len(own)] = own
-        dist.broadcast(header, src=0, group=self._group)
+        if self._members is not None:
+            dist.broadcast(header, src=0, group=self._members)
         count, *sizes = header.tolist()
         return sizes[:count]
-
-    def _vote(self, error: Exception | None) -> None:
-        is_ready = torch.tensor([error is None], dtype=torch.int64, device="cpu")
-        dist.all_reduce(is_ready, op=dist.ReduceOp.MIN, group=self._group)
-        if error is not None:
-            raise error
-        if not bool(is_ready):
-            raise ProtocolError("another machine could not take the job's tensors")
-
-
-def tensor_refs(request: Request) -> dict[str, TensorRef]:
-    """The tensors that a request names, by field."""
-    values = {field.name: getattr(request, field.name) for field in fields(request)}
-    return {name: value for name, value in values.items() if isinstance(value, TensorRef)}
-
-
-def view_of(buffers: Sequence[SharedBuffer], ref: TensorRef) -> Tensor:
-    """The tensor that `ref` names. Raises ProtocolError if it does not lie in one of `buffers`."""
-    if not 0 <= ref.buffer < len(buffers):
-        raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(buffers)}")
-    return buffers[ref.buffer].tensor(ref)
 
 
 def bytes_of(buffers: Sequence[SharedBuffer], ref: TensorRef) -> Tensor:

@@ -34,8 +34,8 @@ from comfy_wan_dist.ipc.messages import (
     TensorRef,
     Unload,
 )
-from comfy_wan_dist.ipc.shared import SharedBuffer
-from workers.buffers import JobBuffers, view_of
+from comfy_wan_dist.ipc.shared import SharedBuffer, view_of
+from workers.buffers import JobBuffers
 from workers.inbox import Inbox
 from workers.parallel.agreement import Agreement, error_name
 

@@ -76,7 +76,9 @@ def main() -> int:
         local_rank=local_rank,
         world_size=world_size,
     )
-    buffers = build_buffers(rank=rank, head_ranks=local_ranks, world_size=world_size)
+    buffers = build_buffers(
+        rank=rank, head_ranks=local_ranks, world_size=world_size, agreement=agreement
+    )
     files: ModelFiles = GivenFiles()
     if rank >= local_ranks:
         files = CopiedFiles(folder=arguments.models, machine=socket.gethostname())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ipc.messages import Request, SampleRequest, TensorRef
+from ..ipc.messages import RESULT, Request, SampleRequest, TensorRef
 from ..ipc.shared import Parcel
 
 TensorOf = Callable[[TensorRef], Tensor]
@@ -72,7 +72,7 @@ def join_requests(
         shape = list(parts[0].shape)
         shape[dim] = sum(sizes)
         ref = parcel.reserve(shape, parts[0].dtype)
-        if name != "result":
+        if name != RESULT:
             for room, part in zip(parcel.tensor(ref).split(sizes, dim), parts, strict=True):
                 room.copy_(part)
         return ref

@@ -272,6 +272,15 @@ Message = (
 
 M = TypeVar("M")
 
+RESULT = "result"
+"""The field of every job that names the tensor to be written; all other tensors are read."""
+
+
+def tensor_refs(request: Request) -> dict[str, TensorRef]:
+    """The tensors that a request names, by field."""
+    values = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
+    return {name: value for name, value in values.items() if isinstance(value, TensorRef)}
+
 
 def encode(message: Message) -> bytes:
     """Message as UTF-8 JSON. Raises ConfigError for NaN and infinity, which JSON has not."""

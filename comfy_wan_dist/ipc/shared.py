@@ -105,6 +105,13 @@ class SharedBuffer:
         return flat.view(ref.shape)
 
 
+def view_of(buffers: Sequence[SharedBuffer], ref: TensorRef) -> Tensor:
+    """The tensor that `ref` names. Raises ProtocolError if it does not lie in one of `buffers`."""
+    if not 0 <= ref.buffer < len(buffers):
+        raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(buffers)}")
+    return buffers[ref.buffer].tensor(ref)
+
+
 def create_buffer(size: int) -> int:
     """Descriptor of a new zeroed buffer of `size` bytes, sealed against resizing."""
     fd = os.memfd_create("comfy-wan-dist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
