@@ -353,7 +353,7 @@ def test_door_lets_a_machine_and_its_ranks_in(door: MachineDoor) -> None:
         machine.send(Arrive(name="other"), timeout_s=1)
         assert door.accept() is None
         assert machine.receive(1).message == Join(
-            node=1,
+            machine=1,
             machines=2,
             ranks=2,
             device="cpu",
@@ -464,7 +464,7 @@ def test_nonsense_of_a_head_is_refused_and_leaves_nothing(
     private: Path, nonsense: dict[str, str]
 ) -> None:
     join = Join(
-        node=1,
+        machine=1,
         machines=2,
         ranks=1,
         device="cpu",

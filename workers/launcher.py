@@ -2,7 +2,7 @@
 
     python -m workers.launcher --folder F --lifeline FD --client PID --ranks N --device cpu|cuda --mesh M
     --runner MODULE:FUNCTION
-    [--machines N --store HOST:PORT (--store-listener FD | --node K --report HOST:PORT [--models FOLDER])]
+    [--machines N --store HOST:PORT (--store-listener FD | --machine K --report HOST:PORT [--models FOLDER])]
 
 Covered: rendezvous over a file, and with several machines over torch's store on the head's address
 alone, instead of torchrun's own ways, which listen on every interface and in part unpickle what
@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--mesh", required=True)
     parser.add_argument("--runner", required=True)
     parser.add_argument("--machines", type=int, default=1)
-    parser.add_argument("--node", type=int, default=0)
+    parser.add_argument("--machine", type=int, default=0)
     parser.add_argument("--store", type=parse_address)
     parser.add_argument("--store-listener", type=int)
     parser.add_argument("--report", type=parse_address)
@@ -87,7 +87,7 @@ def run_agent(arguments: argparse.Namespace) -> int:
     from torch.distributed.run import main as torchrun
 
     register_rendezvous(
-        lambda: agent_store(arguments), node=arguments.node, machines=arguments.machines
+        lambda: agent_store(arguments), machine=arguments.machine, machines=arguments.machines
     )
     agent_options = {
         "--nnodes": str(arguments.machines),
@@ -131,7 +131,7 @@ def agent_store(arguments: argparse.Namespace) -> dist.Store:
     store = dist.TCPStore(
         address.host,
         address.port,
-        is_master=arguments.node == 0,
+        is_master=arguments.machine == 0,
         wait_for_workers=False,
         master_listen_fd=arguments.store_listener,
         timeout=STORE_TIMEOUT,
@@ -139,7 +139,9 @@ def agent_store(arguments: argparse.Namespace) -> dist.Store:
     return dist.PrefixStore(AGENT_PREFIX, store)
 
 
-def register_rendezvous(build_store: Callable[[], dist.Store], *, node: int, machines: int) -> None:
+def register_rendezvous(
+    build_store: Callable[[], dist.Store], *, machine: int, machines: int
+) -> None:
     """Make RENDEZVOUS known to torchrun: agents whose number and store are settled before they start."""
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
@@ -161,7 +163,7 @@ def register_rendezvous(build_store: Callable[[], dist.Store], *, node: int, mac
 
         def next_rendezvous(self) -> RendezvousInfo:
             return RendezvousInfo(
-                build_store(), node, machines, RendezvousStoreInfo("127.0.0.1", 0)
+                build_store(), machine, machines, RendezvousStoreInfo("127.0.0.1", 0)
             )
 
         def is_closed(self) -> bool:

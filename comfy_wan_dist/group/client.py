@@ -27,7 +27,6 @@ from ..ipc.channel import ChannelClosed, ChannelCut
 from ..ipc.errors import (
     CONFIG_ERRORS,
     JobCancelled,
-    MachineLost,
     ProtocolError,
     RemoteError,
     WanDistError,
@@ -38,7 +37,7 @@ from ..ipc.errors import (
 from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request, encode
 from ..ipc.shared import BufferPool, Parcel
 from .launch import RunningProcesses
-from .machines import MachineConnection
+from .machines import MachineConnection, lost_machine
 from .process import ProcessHandle
 from .spec import LaunchSpec
 
@@ -338,7 +337,7 @@ class WorkerGroup:
         connection = self._processes.ranks[rank]
         machine = self._processes.machines.get(connection.machine)
         if machine is not None and isinstance(cause, ChannelCut):
-            return MachineLost(f"machine {connection.host} is lost: {cause}")
+            return lost_machine(connection.host, cause)
         death = f"{self._named(rank)} ended unexpectedly"
         if machine is not None and machine.channel.has_word_within(MACHINE_SETTLE_S):
             reason = machine.last_word()

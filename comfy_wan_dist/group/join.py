@@ -111,7 +111,7 @@ def _take_part(offer: Offer, channel: SocketChannel, *, ip: str, say: Say) -> No
         channel.send(Refuse(reason=str(error)), timeout_s=SEND_TIMEOUT_S)
         return
     with share:
-        say(f"joined as number {message.node} of {message.machines} with {devices}")
+        say(f"joined as number {message.machine} of {message.machines} with {devices}")
         reason = share.watch(channel)
     say(reason)
 
@@ -206,7 +206,7 @@ class Share:
             "--mesh": join.mesh,
             "--runner": join.runner,
             "--machines": str(join.machines),
-            "--node": str(join.node),
+            "--machine": str(join.machine),
             "--store": str(Address(host=offer.head.host, port=join.store_port)),
             "--report": str(offer.head),
         }

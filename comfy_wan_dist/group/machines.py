@@ -56,10 +56,19 @@ class MachineConnection:
         try:
             message = self.channel.receive(LAST_WORD_TIMEOUT_S).message
         except (ChannelClosed, ProtocolError, TimeoutError) as error:
-            return MachineLost(f"machine {self.host} is lost: {error}")
+            return lost_machine(self.host, error)
         if isinstance(message, Refuse):
             return WorkerDied(f"machine {self.host} gave up: {message.reason}")
-        return MachineLost(f"machine {self.host} said {type(message).__name__} out of turn")
+        return MachineLost(
+            f"machine {self.host} said {type(message).__name__} out of turn; install the same version on all machines"
+        )
+
+
+def lost_machine(host: str, cause: Exception) -> MachineLost:
+    """The error for a machine whose connection has ended by `cause`."""
+    return MachineLost(
+        f"machine {host} is lost: {cause}; see to its worker and the network, then run the job again"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +200,7 @@ class MachineDoor:
         number = len(self.joined) + 1
         spec = self._spec
         join = Join(
-            node=number,
+            machine=number,
             machines=self._count,
             ranks=spec.ranks_per_machine,
             device=spec.devices.kind,

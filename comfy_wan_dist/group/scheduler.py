@@ -220,9 +220,8 @@ class Scheduler:
                     await asyncio.wait(tasks)
             raise
         finally:
-            for (
-                ticket
-            ) in tickets:  # a task that is cancelled before its first step leaves its ticket
+            # A task that is cancelled before its first step leaves its ticket.
+            for ticket in tickets:
                 self._leave(ticket)
 
     def call_off_waiting(self) -> None:
@@ -287,7 +286,8 @@ class Scheduler:
                 with self.parcel() as parcel:
                     request, fds = run.join(parcel)
                     answers = await self._run_on(group, request, fds, show, host)
-                    if isinstance(request, SampleRequest) and request is not member.request:
+                    if run.requests > 1:
+                        assert isinstance(request, SampleRequest), "only these share runs"
                         run.hand_out(parcel.tensor(request.result), answers)
                     return answers
         except LOSSES as error:

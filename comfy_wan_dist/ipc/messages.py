@@ -221,13 +221,13 @@ class Arrive:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """What the machine is to start as number `node` of `machines`.
+    """What the machine is to start as number `machine` of `machines`.
 
     ranks, device: how many processes, and whether they need a CUDA device each ("cuda") or none ("cpu").
     store_port: of torch's store, on the host that the machine has reached. token: what its ranks show to the head.
     """
 
-    node: int
+    machine: int
     machines: int
     ranks: int
     device: str
