@@ -6,10 +6,11 @@ Answers go to standard output. Exit codes: 0, 1 if `doctor` found something wron
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import isclose
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 def run_worker(options: argparse.Namespace) -> int:
     """Take part in groups until Ctrl-C."""
-    from .group.join import Announcer, Offer, serve
+    with torch_needed():
+        from .group.join import Announcer, Offer, serve
 
     if options.models is not None and not options.models.is_dir():
         raise ConfigError(f"--models {options.models} is no folder; name one that is here")
@@ -170,9 +172,21 @@ def run_worker(options: argparse.Namespace) -> int:
 
 def count_cuda() -> int:
     """CUDA devices that this process sees."""
-    import torch
+    with torch_needed():
+        import torch
 
-    return torch.cuda.device_count()
+        return torch.cuda.device_count()
+
+
+@contextlib.contextmanager
+def torch_needed() -> Iterator[None]:
+    """Raises ConfigError for a Python that has no torch, or one that cannot be loaded."""
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch cannot be imported ({error}); use the Python that ComfyUI runs with"
+        ) from error
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -204,7 +218,8 @@ def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
     if ranks < 1:
         raise ConfigError("devices cpu:0 are none; write cpu:1 or more")
     if measure is None:
-        from .calibrate import measure_cpu  # loads torch, which plans for GPUs do not need
+        with torch_needed():
+            from .calibrate import measure_cpu  # plans for GPUs need no torch
 
         measure = measure_cpu
     memory = free_host_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -261,3 +262,27 @@ def test_doctor_sees_this_machine() -> None:
     assert machine.torch is not None
     assert machine.memory_free == pytest.approx(free_host_memory(), rel=0.2)
     assert free_host_memory(Path("/nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("worker", "--join", "127.0.0.1:29400"),
+        ("plan", "--devices", "cpu:2"),
+    ],
+)
+def test_a_python_without_torch_is_named_in_one_sentence(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "torch" or name in (
+            "comfy_wan_dist.calibrate",
+            "comfy_wan_dist.group.join",
+        ):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main([*arguments]) == 2
+    assert re.fullmatch(
+        r"torch cannot be imported \(.+\); use the Python that ComfyUI runs with\n",
+        capsys.readouterr().err,
+    )

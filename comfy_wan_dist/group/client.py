@@ -270,7 +270,7 @@ class WorkerGroup:
                 if self._death_is_explained:
                     reason = type(reason)(f"{reason}\nMore may be in {log.path}.")
                 else:
-                    reason = type(reason)(f"{reason}\nThe end of {log.path}:\n{log.tail()}")
+                    reason = type(reason)(f"{reason}{log.quoted()}")
                 logger.error("worker group %s: %s", self.spec.degrees, reason)
         finally:
             self.pool.close()

@@ -67,7 +67,12 @@ class GroupLog:
                 lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
         except OSError as error:
             return f"(the log cannot be read: {error.strerror})"
-        return "\n".join(lines) or "(it wrote nothing)"
+        return "\n".join(lines)
+
+    def quoted(self) -> str:
+        """`tail` as lines to add to an error; nothing if nothing was written."""
+        tail = self.tail()
+        return f"\nThe end of {self.path}:\n{tail}" if tail else ""
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -275,9 +280,7 @@ class StartingGroup:
                 self._step(ready)
         except WorkerStartError as error:
             processes.end(settle_s=3.0)
-            raise WorkerStartError(
-                f"{error}\nThe end of {processes.log.path}:\n{processes.log.tail()}"
-            ) from error.__cause__
+            raise WorkerStartError(f"{error}{processes.log.quoted()}") from error.__cause__
         except BaseException:
             processes.end()
             raise

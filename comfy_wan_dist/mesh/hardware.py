@@ -189,7 +189,7 @@ def parse_pool(text: str) -> DevicePool:
         if device is None or not 1 <= count <= MAX_DEVICES:
             raise ConfigError(
                 f"devices {text!r}: {part.strip()!r} is not a number of known devices; write it like 8xH100-SXM, "
-                f"with one of {', '.join(known.name for known in DEVICES)}, or cpu:4"
+                f"with one of {', '.join(known.name for known in DEVICES)}; for another card take the nearest below"
             )
         devices += [device] * count
     if len(devices) > MAX_DEVICES:

@@ -64,7 +64,7 @@ class Plan:
 def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
     """Plan for the pool's devices as if all were its weakest. Raises ConfigError for a pool without devices."""
     if not pool.devices:
-        raise ConfigError("there is no device to plan for; name one or more, such as 8xH100-SXM")
+        raise ConfigError("no GPU is here to plan for; name some, such as 8xH100-SXM")
     options = sorted(
         weigh_meshes(job, pool),
         key=lambda option: (not option.fits, option.seconds.video),

@@ -72,7 +72,7 @@ def plan_text(plan: Plan) -> str:
         "videos/h",
     )
     named = [
-        f"{label}: {choice.option.mesh}. {choice.reason}"
+        f"{label}: {choice.option.mesh}{unfit(choice.option, device)}. {choice.reason}"
         if choice
         else f"{label}: none, as no mesh of these devices has the memory; use more or larger devices."
         for label, choice in (
@@ -98,6 +98,13 @@ def plan_text(plan: Plan) -> str:
             basis(device),
         ]
     )
+
+
+def unfit(option: MeshOption, device: Device) -> str:
+    """What to say of a mesh that is named although it does not fit."""
+    if option.fits:
+        return ""
+    return f", which does not fit: it needs {option.memory.total / GB:.1f} GB of {device.memory / GB:.1f} GB"
 
 
 def basis(device: Device) -> str:

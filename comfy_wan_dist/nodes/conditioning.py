@@ -1,4 +1,4 @@
-"""WanDistSaveConditioning and WanDistLoadConditioning: a prompt encoded once needs its 11 GB encoder no more."""
+"""WanDistSaveConditioning and WanDistLoadConditioning: a prompt encoded once needs its encoder no more."""
 
 from __future__ import annotations
 
