@@ -47,6 +47,7 @@ from devtools.checkpoints import (
 )
 from devtools.comfy_server import (
     PACK_FOLDER,
+    TEST_PACK,
     ComfyServer,
     ComfyServerError,
     PromptResult,
@@ -86,7 +87,6 @@ COMFYUI_MESHES = ("single", "cfg2-ulysses2")
 RUN_TIMEOUT_S = 200.0
 MODEL_NAME, VAE_NAME = "tiny_wan.safetensors", "tiny_wan_vae.safetensors"
 FULL_VAE_NAME = "full_wan_vae.safetensors"
-TEST_PACK = ROOT / "devtools" / "comfy_pack"
 
 
 class ParityError(Exception):
@@ -319,7 +319,7 @@ def diffusers_forward(reference: Any, case: Case) -> Tensor:
 # the work of float32 rounding as much as of its formulas.
 COMFYUI_RUNS = tuple(
     (case, sampler, "simple", shift, steps, 5.0, 1.0)
-    for case in ("text-to-video", "image-to-video")
+    for case in ("text-to-video", "image-to-video", "first-last-frame")
     for sampler, shift, steps in (("euler", 5.0, 6), ("uni_pc", 8.0, 20))
 )
 
@@ -376,14 +376,19 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
     for name in ("positive", "negative"):
         graph[name] = node("WanDistLoadConditioning", file=f"{name}.safetensors [input]")
     size = {"width": 96, "height": 96, "length": 9, "batch_size": 1}
-    for case, start in (("text-to-video", {}), ("image-to-video", {"start_image": ["image", 0]})):
+    start, end = {"start_image": ["image", 0]}, {"end_image": ["image", 0]}
+    for case, given in (
+        ("text-to-video", {}),
+        ("image-to-video", start),
+        ("first-last-frame", {**start, **end}),
+    ):
         graph[case] = node(
             "WanDistImageToVideoLatent",
             model=["own_model", 0],
             vae_name=VAE_NAME,
             vae_dtype="float32",
             **size,
-            **start,
+            **given,
         )
     for index, (case, sampler, scheduler, shift, steps, cfg, denoise) in enumerate(COMFYUI_RUNS):
         common = {
