@@ -115,10 +115,14 @@ def vae_spec(path: Path, *, dtype: str = "float32") -> VAESpec:
     )
 
 
-def build_decode(spec: VAESpec, latent: Tensor) -> tuple[DecodeRequest, list[Tensor]]:
-    """The request and the tensors that its refs name: the latent, and the frames, which are NaN."""
+def build_decode(
+    spec: VAESpec, latent: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[DecodeRequest, list[Tensor]]:
+    """The request and the tensors that its refs name: the latent, and the frames, which are NaN, or 0 as integers."""
     batch, _, count, height, width = latent.shape
-    frames = torch.full((batch * (4 * count - 3), 16 * height, 16 * width, 3), torch.nan)
+    untouched = torch.nan if dtype.is_floating_point else 0
+    shape = (batch * (4 * count - 3), 16 * height, 16 * width, 3)
+    frames = torch.full(shape, untouched, dtype=dtype)
     request = DecodeRequest(id="local", vae=spec, latent=_ref(0, latent), result=_ref(1, frames))
     return request, [latent, frames]
 

@@ -78,7 +78,10 @@ NODES = {
         ],
         ["latent", "report"],
     ),
-    "WanDistVAEDecode": (["model", "vae_name", "samples", "vae_dtype"], ["images"]),
+    "WanDistVAEDecode": (
+        ["model", "vae_name", "samples", "vae_dtype", "image_dtype"],
+        ["images"],
+    ),
     "WanDistImageToVideoLatent": (
         [
             "model",
@@ -164,6 +167,22 @@ def test_image_to_video_yields_frames_and_one_progress_event_per_step(
 
     again = succeed(server, image_to_video(seed=seed + 1, steps=4))
     assert progress_of(again, "sampler") == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_uint8_frames_arrive_as_an_image_of_256_steps(server: ComfyServer, seed: int) -> None:
+    graph = image_to_video(seed=seed, steps=1, length=5)
+    graph["exact"] = node("WanDistVAEDecode", **graph["decode"]["inputs"])
+    graph["decode"]["inputs"]["image_dtype"] = "uint8"
+    log_size = len(server.log)
+    result = succeed(server, save_tensors(graph, images=["decode", "exact"]))
+    rounded, exact = (tensors_of(server, result, name)["images"] for name in ("decode", "exact"))
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, exact.mul(255).round() / 255)
+    # SaveImage, which cuts off, gets the same byte back.
+    assert torch.equal((255 * rounded).byte(), exact.mul(255).round().byte())
+    said = re.findall(r"DecodeRequest .* peak memory by rank ([\d., ]+) GiB", server.log[log_size:])
+    assert len(said) == 2
+    assert all(len(ranks.split(", ")) == 4 and "0.00" not in ranks for ranks in said)
 
 
 def test_plan_shows_a_chart_and_its_table(server: ComfyServer) -> None:

@@ -24,6 +24,7 @@ from devtools.mesh_runs import mesh_degrees, relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
 from devtools.vae_runs import (
+    CPU,
     LIMIT,
     VAERun,
     build_seeded_vae,
@@ -32,6 +33,7 @@ from devtools.vae_runs import (
     vae_rank,
     vae_spec,
 )
+from workers.peak_memory import peak_memory, reset_peak_memory
 from workers.vae.wan22 import VAEConfig
 
 CONFIG = VAEConfig(z_dim=6, encoder_dim=8, decoder_dim=8)
@@ -312,6 +314,40 @@ def test_samples_of_a_batch_are_decoded_one_after_another(
     assert ends[0].reports[-1] == ("decode", 6, 6)
 
 
+def test_uint8_frames_are_the_float32_ones_rounded(rank_pool: RankPool, spec: VAESpec) -> None:
+    latent = make_inputs(CONFIG, SMALL).latent
+    jobs = (VAEJob(latent=latent), VAEJob(latent=latent, dtype=torch.uint8))
+    for exact, rounded in zip(*run_jobs(rank_pool, "cfg2", spec, *jobs), strict=True):
+        assert rounded.error == "no error"
+        # Each rank writes its part only.
+        expected = exact.result.nan_to_num(0).mul(255).round().to(torch.uint8)
+        assert rounded.result.dtype == torch.uint8
+        assert torch.equal(rounded.result, expected)
+        assert len(expected.unique()) > 200
+
+
+def test_every_rank_says_its_peak_memory(rank_pool: RankPool, spec: VAESpec) -> None:
+    large, small = (LatentSize(frames=2, height=n, width=n) for n in (24, 2))
+    jobs = [VAEJob(latent=make_inputs(CONFIG, size).latent) for size in (small, large)]
+    before, during = (
+        [end.stats.peak_bytes for end in ends] for ends in run_jobs(rank_pool, "cfg2", spec, *jobs)
+    )
+    written = 5 * 384 * 192 * 3 * 4  # a rank's half of the large result
+    for rank in range(2):
+        assert before[rank] > 50 * 2**20  # torch alone
+        assert during[rank] > before[rank] + written
+
+
+def test_peak_memory_is_the_most_since_its_reset() -> None:
+    size = 64 * 2**20  # large enough for malloc to give it back at once
+    reset_peak_memory(CPU)
+    before = peak_memory(CPU)
+    torch.ones(size, dtype=torch.uint8)
+    assert peak_memory(CPU) > before + size / 2
+    reset_peak_memory(CPU)
+    assert peak_memory(CPU) < before + size / 2
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_stopped_job_ends_within_a_chunk_and_the_next_one_runs(
     rank: int,
@@ -347,6 +383,10 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
     cases = (
         (VAEJob(latent=with_nan), "NaN or infinite values, first in frame 2 of 3 of sample 2"),
         (VAEJob(latent=with_nan[1:]), "NaN or infinite values, first in frame 2 of 3;"),
+        (
+            VAEJob(latent=inputs.latent, dtype=torch.float16),
+            "frames were asked for as torch.float16",
+        ),
         (VAEJob(latent=inputs.latent[:, :4]), "the latent has 4 channels; this VAE decodes 6"),
         (VAEJob(frames=inputs.frames, channels=48), "latent of 48 channels was asked for"),
         (VAEJob(frames=inputs.frames[:8], channels=6), "the images have shape [8, 48, 112, 3]"),

@@ -45,7 +45,7 @@ WIDGETS = {
         "shift",
         "denoise",
     ],
-    "WanDistVAEDecode": ["vae_name", "vae_dtype"],
+    "WanDistVAEDecode": ["vae_name", "vae_dtype", "image_dtype"],
     "WanDistImageToVideoLatent": [
         "vae_name",
         "width",

@@ -49,6 +49,7 @@ from .model.wan import WanModel
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
 from .parallel.vae_share import apply_vae_split
+from .peak_memory import peak_memory, reset_peak_memory
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import (
     VAEShare,
@@ -106,6 +107,7 @@ class PlaneRunner:
     def run(self, request: JobRequest, job: Job) -> JobStats:
         self._bytes_read = 0
         self._plane.ledger.clear()
+        reset_peak_memory(self._device)
         with torch.inference_mode():
             match request:
                 case SampleRequest():
@@ -116,7 +118,11 @@ class PlaneRunner:
                     self._encode(request, job)
                 case _:
                     assert_never(request)
-        return JobStats(bytes_read=self._bytes_read, ledger=self._plane.ledger.lines())
+        return JobStats(
+            bytes_read=self._bytes_read,
+            ledger=self._plane.ledger.lines(),
+            peak_bytes=peak_memory(self._device),
+        )
 
     def unload(self) -> None:
         self._model = self._vae = None
