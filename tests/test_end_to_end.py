@@ -79,7 +79,7 @@ NODES = {
         ["latent", "report"],
     ),
     "WanDistVAEDecode": (
-        ["model", "vae_name", "samples", "vae_dtype", "image_dtype"],
+        ["model", "vae_name", "samples", "vae_dtype", "image_dtype", "memory"],
         ["images"],
     ),
     "WanDistImageToVideoLatent": (

@@ -182,6 +182,8 @@ def out_of_memory_once() -> AbstractContextManager[Any]:
 class VAEJob:
     """A job of the pipeline: decode `latent` to frames of `dtype`, or else encode `frames` to so many channels.
 
+    memory_bytes: what a rank may take to decode.
+
     stop: the rank that is told to stop, and before which chunk, counted from 1.
     """
 
@@ -189,6 +191,7 @@ class VAEJob:
     frames: Tensor | None = None
     channels: int = 48
     dtype: torch.dtype = torch.float32
+    memory_bytes: int | None = None
     stop: tuple[int, int] | None = None
 
 
@@ -211,7 +214,8 @@ def run_vae_jobs(
     for each in jobs:
         request: JobRequest
         if each.latent is not None:
-            request, tensors = build_decode(spec, each.latent, each.dtype)
+            decode, tensors = build_decode(spec, each.latent, each.dtype)
+            request = replace(decode, memory_bytes=each.memory_bytes)
         else:
             assert each.frames is not None
             request, tensors = build_encode(spec, each.frames, each.channels)

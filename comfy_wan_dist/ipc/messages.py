@@ -92,12 +92,14 @@ class DecodeRequest:
     """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3].
 
     result: float32 in 0..1, or uint8 in 0..255, rounded. Each rank writes its part.
+    memory_bytes: what a rank may take for it beside its models; None for what it has free.
     """
 
     id: str
     vae: VAESpec
     latent: TensorRef
     result: TensorRef
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
