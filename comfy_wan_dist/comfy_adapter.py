@@ -360,6 +360,11 @@ def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
     return fitted
 
 
+def as_image(frames: Tensor) -> Tensor:
+    """Frames in 0..1, or uint8 in 0..255, as an IMAGE; the latter are copied, as LoadImage would have them."""
+    return frames if frames.is_floating_point() else frames.float().div_(255)
+
+
 def image_of(picture: PILImage) -> Tensor:
     """A PIL picture as IMAGE [1, H, W, 3] in 0..1."""
     width, height = picture.size

@@ -27,6 +27,8 @@ from .ipc.shared import Parcel
 from .mesh.degrees import parse_mesh
 from .mesh.devices import parse_devices
 
+GIB = 2**30
+
 logger = logging.getLogger("comfy_wan_dist")
 
 
@@ -97,9 +99,9 @@ class Session:
             return (None,) * len(sizes)
         return self.send_split(tensor, sizes, dim=dim)
 
-    def reserve(self, shape: Sequence[int]) -> TensorRef:
-        """Room for a float32 result."""
-        return self._parcel.reserve(shape, torch.float32)
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorRef:
+        """Room for a result."""
+        return self._parcel.reserve(shape, dtype)
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """The result, without a copy. It stays valid after the session."""
@@ -130,13 +132,14 @@ class Session:
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, host=host)
         for piece, outcome in zip(pieces, outcomes, strict=True):
             logger.info(
-                "[wan-dist] %s on mesh %s%s%s: %.2f s, %d bytes read from disk",
+                "[wan-dist] %s on mesh %s%s%s: %.2f s, %d bytes read from disk, peak memory by rank %s GiB",
                 type(piece.request).__name__,
                 outcome.plane.degrees,
                 self._plane_label(outcome),
                 f", {outcome.requests} requests in one run" if outcome.requests > 1 else "",
                 max(answer.seconds for answer in outcome.answers),
                 sum(answer.bytes_read for answer in outcome.answers),
+                ", ".join(f"{answer.peak_bytes / GIB:.2f}" for answer in outcome.answers),
             )
         return outcomes
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import expected_parameters
 from workers.vae.wan22 import VAEConfig, expected_shapes
 
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=3, in_dim=48, out_dim=48)
 TINY_VAE = VAEConfig(z_dim=48, encoder_dim=16, decoder_dim=16)
 
@@ -33,13 +37,13 @@ def vae_weights(
 def write_transformer(
     path: Path, shape: WanShape, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    save_file(transformer_weights(shape, seed=seed, dtype=dtype), path)
+    _write_weights(path, expected_parameters(shape), seed=seed, dtype=dtype)
 
 
 def write_vae(
     path: Path, config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> None:
-    save_file(vae_weights(config, seed=seed, dtype=dtype), path)
+    _write_weights(path, expected_shapes(config), seed=seed, dtype=dtype)
 
 
 def _random_weights(
@@ -47,6 +51,24 @@ def _random_weights(
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: _value(name, shape, generator).to(dtype) for name, shape in shapes.items()}
+
+
+def _write_weights(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype
+) -> None:
+    """`_random_weights` as a safetensors file. Holds one tensor at a time, however large the file."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    generator = torch.Generator().manual_seed(seed)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        for name, shape in shapes.items():
+            value = _value(name, shape, generator).to(dtype)
+            file.write(value.flatten().view(torch.uint8).numpy().data)
 
 
 def _value(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

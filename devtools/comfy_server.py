@@ -32,6 +32,7 @@ import aiohttp
 HERE = Path(__file__).resolve().parent
 # The pack's folder in custom_nodes; users choose theirs, so it is none of the project's names.
 PACK_FOLDER = "wan-dist-pack"
+TEST_PACK = HERE / "comfy_pack"
 BASE_FOLDERS = ("custom_nodes", "models", "input", "output", "user", "temp")
 START_ATTEMPTS = 3
 HTTP_TIMEOUT_S = 30.0

@@ -5,13 +5,18 @@ Functions named `*_rank` run in a `RankPool`. Each rank fills its share of a res
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from comfy_wan_dist.ipc.messages import (
     DecodeRequest,
@@ -24,6 +29,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae_share import apply_vae_split
+from workers.vae.layers import FrameHistory
 from workers.vae.run import decode_chunks_into, encode_chunks_into
 from workers.vae.wan22 import VAEConfig, WanVAE
 
@@ -71,6 +77,51 @@ def build_seeded_vae(config: VAEConfig) -> WanVAE:
     return vae
 
 
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made inside; `peak` is the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._live = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+
+        def forget() -> None:
+            self._known.discard(key)
+            self._live -= size
+
+        self._known.add(key)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, forget)
+
+
+def live_bytes(config: VAEConfig, size: LatentSize, *, frames: int) -> int:
+    """Most bytes alive at once while a bfloat16 VAE decodes `frames` latent frames at a time. Computes nothing."""
+    with FakeTensorMode(), torch.inference_mode():
+        vae = WanVAE(config)
+        for parameter in vae.parameters():
+            parameter.data = parameter.data.bfloat16()
+        latent = torch.empty(1, config.z_dim, size.frames, size.height, size.width)
+        history = FrameHistory()
+        with LiveBytes() as count:
+            for chunk in latent.split(frames, dim=2):
+                vae.decode_chunk(chunk, history)
+                history.next_chunk()
+    return count.peak
+
+
 def vae_rank(
     rank: int, world_size: int, config: VAEConfig, splits: Sequence[VAESplit]
 ) -> list[VAERun]:
@@ -115,10 +166,14 @@ def vae_spec(path: Path, *, dtype: str = "float32") -> VAESpec:
     )
 
 
-def build_decode(spec: VAESpec, latent: Tensor) -> tuple[DecodeRequest, list[Tensor]]:
-    """The request and the tensors that its refs name: the latent, and the frames, which are NaN."""
+def build_decode(
+    spec: VAESpec, latent: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[DecodeRequest, list[Tensor]]:
+    """The request and the tensors that its refs name: the latent, and the frames, which are NaN, or 0 as integers."""
     batch, _, count, height, width = latent.shape
-    frames = torch.full((batch * (4 * count - 3), 16 * height, 16 * width, 3), torch.nan)
+    untouched = torch.nan if dtype.is_floating_point else 0
+    shape = (batch * (4 * count - 3), 16 * height, 16 * width, 3)
+    frames = torch.full(shape, untouched, dtype=dtype)
     request = DecodeRequest(id="local", vae=spec, latent=_ref(0, latent), result=_ref(1, frames))
     return request, [latent, frames]
 

@@ -1,10 +1,13 @@
 """Compare every mesh, and the whole path through ComfyUI, with independent references: `make parity`.
 
-Three references, all in float32 on the CPU with equal seeded weights of the real architecture in toy size:
+Four references, all in float32 on the CPU with equal seeded weights of the real architecture, in toy size but for the
+last one:
 
     single             one process of this project: every mesh, every case, one forward and runs of 4 steps
     diffusers          its transformer and its VAE against this project's, on one process
     comfyui-ksampler   a stock KSampler against WanDistSampler in one real ComfyUI, same file, seed and latent
+    comfyui-vae        stock VAEDecode, VAEEncode and Wan22ImageToVideoLatent against this project's nodes there, with
+                       a VAE of full size, which makes a file of 2.8 GB that each side holds in memory
 
 Writes out/parity.json, a list of rows {mesh, case, reference, max_abs_err, ref_max, limit}, and prints them as a
 table. `limit` is relative: max_abs_err / ref_max must not exceed it; where it does, the exit status is 1.
@@ -13,6 +16,7 @@ Not covered: CUDA, 16-bit types, and weights that were trained.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import sys
@@ -34,8 +38,21 @@ from comfy_wan_dist.conditioning_file import save as save_conditioning
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
-from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
-from devtools.comfy_server import PACK_FOLDER, ComfyServer, ComfyServerError, find_comfyui
+from devtools.checkpoints import (
+    TINY_TRANSFORMER,
+    TINY_VAE,
+    transformer_weights,
+    vae_weights,
+    write_vae,
+)
+from devtools.comfy_server import (
+    PACK_FOLDER,
+    TEST_PACK,
+    ComfyServer,
+    ComfyServerError,
+    PromptResult,
+    find_comfyui,
+)
 from devtools.mesh_runs import (
     CASES,
     CPU,
@@ -59,14 +76,17 @@ from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 from workers.checkpoint.vae import load_vae
 from workers.vae.run import VAEShare, decode_chunks_into, encode_chunks_into, latent_size
+from workers.vae.wan22 import VAEConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "out" / "parity.json"
 DIFFUSERS_LIMIT = 1e-4
 COMFYUI_LIMIT = 1e-3
+COMFYUI_VAE_LIMIT = 1e-4
 COMFYUI_MESHES = ("single", "cfg2-ulysses2")
 RUN_TIMEOUT_S = 200.0
 MODEL_NAME, VAE_NAME = "tiny_wan.safetensors", "tiny_wan_vae.safetensors"
+FULL_VAE_NAME = "full_wan_vae.safetensors"
 
 
 class ParityError(Exception):
@@ -158,7 +178,8 @@ def write_files(base: Path) -> None:
         transformer_weights(TINY_TRANSFORMER, seed=1),
         base / "models" / "diffusion_models" / MODEL_NAME,
     )
-    save_file(vae_weights(TINY_VAE, seed=2), base / "models" / "vae" / VAE_NAME)
+    write_vae(base / "models" / "vae" / VAE_NAME, TINY_VAE, seed=2)
+    write_vae(base / "models" / "vae" / FULL_VAE_NAME, VAEConfig(), seed=2)
     generator = torch.Generator().manual_seed(3)
     for name in ("positive", "negative"):
         save_conditioning(
@@ -298,73 +319,76 @@ def diffusers_forward(reference: Any, case: Case) -> Tensor:
 # the work of float32 rounding as much as of its formulas.
 COMFYUI_RUNS = tuple(
     (case, sampler, "simple", shift, steps, 5.0, 1.0)
-    for case in ("text-to-video", "image-to-video")
+    for case in ("text-to-video", "image-to-video", "first-last-frame")
     for sampler, shift, steps in (("euler", 5.0, 6), ("uni_pc", 8.0, 20))
 )
 
 
 def comfyui_rows(base: Path) -> Iterator[Row]:
-    """Stock nodes once, this project's once for each mesh, all in one ComfyUI over HTTP."""
+    """Stock nodes and this project's, all in one ComfyUI over HTTP."""
     server = ComfyServer(
         comfyui=find_comfyui(ROOT),
         base=base,
-        packs={PACK_FOLDER: ROOT},
-        extra_args=("--force-fp32",),
+        packs={PACK_FOLDER: ROOT, "test-pack": TEST_PACK},
+        extra_args=("--force-fp32", "--fp32-vae"),
     )
     with server:
         server.upload_image("start.png", start_image())
-        for mesh in COMFYUI_MESHES:
-            result = server.run(comfyui_graph(mesh), timeout_s=RUN_TIMEOUT_S)
-            if result.status != "success":
-                raise ParityError(
-                    f"ComfyUI ended the graph of mesh {mesh} with {result.status}\n{result.error}"
-                )
-            for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(COMFYUI_RUNS):
-                stock, own = (
-                    load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))[
-                        "latent_tensor"
-                    ]
-                    for kind in ("stock", "own")
-                )
-                yield compare(
-                    own,
-                    stock,
-                    mesh=mesh,
-                    case=f"{case}, {sampler}, {scheduler}, {steps} steps",
-                    reference="comfyui-ksampler",
-                    limit=COMFYUI_LIMIT,
-                )
+        yield from sampler_rows(server)
+        yield from vae_rows(server)
+
+
+def run_graph(server: ComfyServer, graph: dict[str, Any]) -> PromptResult:
+    result = server.run(graph, timeout_s=RUN_TIMEOUT_S)
+    if result.status != "success":
+        raise ParityError(f"ComfyUI ended a graph with {result.status}\n{result.error}")
+    return result
+
+
+def sampler_rows(server: ComfyServer) -> Iterator[Row]:
+    """A stock KSampler once, this project's once for each mesh."""
+    for mesh in COMFYUI_MESHES:
+        result = run_graph(server, comfyui_graph(mesh))
+        for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(COMFYUI_RUNS):
+            stock, own = (
+                load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))[
+                    "latent_tensor"
+                ]
+                for kind in ("stock", "own")
+            )
+            yield compare(
+                own,
+                stock,
+                mesh=mesh,
+                case=f"{case}, {sampler}, {scheduler}, {steps} steps",
+                reference="comfyui-ksampler",
+                limit=COMFYUI_LIMIT,
+            )
 
 
 def comfyui_graph(mesh: str) -> dict[str, Any]:
     """Every run of COMFYUI_RUNS by a KSampler and by a WanDistSampler, from one file, latent and seed."""
-
-    def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-        return {"class_type": class_type, "inputs": inputs}
-
     graph = {
         "stock_model": node("UNETLoader", unet_name=MODEL_NAME, weight_dtype="default"),
-        "own_model": node(
-            "WanDistLoadModel",
-            model_name=MODEL_NAME,
-            dtype="float32",
-            mesh=mesh,
-            devices=f"cpu:{mesh_degrees(mesh).world_size}",
-            compile=False,
-        ),
+        "own_model": own_model(mesh),
         "image": node("LoadImage", image="start.png"),
     }
     for name in ("positive", "negative"):
         graph[name] = node("WanDistLoadConditioning", file=f"{name}.safetensors [input]")
     size = {"width": 96, "height": 96, "length": 9, "batch_size": 1}
-    for case, start in (("text-to-video", {}), ("image-to-video", {"start_image": ["image", 0]})):
+    start, end = {"start_image": ["image", 0]}, {"end_image": ["image", 0]}
+    for case, given in (
+        ("text-to-video", {}),
+        ("image-to-video", start),
+        ("first-last-frame", {**start, **end}),
+    ):
         graph[case] = node(
             "WanDistImageToVideoLatent",
             model=["own_model", 0],
             vae_name=VAE_NAME,
             vae_dtype="float32",
             **size,
-            **start,
+            **given,
         )
     for index, (case, sampler, scheduler, shift, steps, cfg, denoise) in enumerate(COMFYUI_RUNS):
         common = {
@@ -390,14 +414,114 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
     return graph
 
 
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def own_model(mesh: str) -> dict[str, Any]:
+    return node(
+        "WanDistLoadModel",
+        model_name=MODEL_NAME,
+        dtype="float32",
+        mesh=mesh,
+        devices=f"cpu:{mesh_degrees(mesh).world_size}",
+        compile=False,
+    )
+
+
 def start_image() -> bytes:
     """A PNG of seeded noise."""
+    return animation(frames=1, height=96, width=96)
+
+
+def animation(*, frames: int, height: int, width: int) -> bytes:
+    """A PNG of seeded noise, animated if there are several frames."""
     pixels = torch.randint(
-        0, 256, (96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5)
+        0,
+        256,
+        (frames, height, width, 3),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(5),
     )
+    first, *others = (Image.fromarray(frame.numpy()) for frame in pixels)
     file = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    first.save(file, "PNG", save_all=bool(others), append_images=others)
     return file.getvalue()
+
+
+# ---- ComfyUI's VAE, in full size -------------------------------------------------------------------------------
+
+VAE_SIZE = {"width": 96, "height": 64, "length": 9}
+VAE_FRAMES = 10  # one more than goes into the video
+
+
+def vae_rows(server: ComfyServer) -> Iterator[Row]:
+    """Decode and encode on one rank, and the whole start latent of an image and of frames of another size."""
+    server.upload_image("frames.png", animation(frames=VAE_FRAMES, height=64, width=96))
+    server.upload_image("small.png", animation(frames=6, height=56, width=48))
+    write_latent(server.base / "input" / "seeded.latent")
+    result = run_graph(server, vae_graph())
+
+    def saved(name: str) -> dict[str, Tensor]:
+        return load_tensors(server.view(result.outputs[f"saved {name}"]["tensors"][0]))
+
+    row = functools.partial(compare, mesh="single", reference="comfyui-vae")
+    for case, key in (
+        ("decode", "images"),
+        ("encode", "samples"),
+        ("start image", "samples"),
+        ("start frames", "samples"),
+    ):
+        own, stock = saved(f"own {case}"), saved(f"stock {case}")
+        label = f"full-size VAE, {case}"
+        yield row(own[key], stock[key], case=label, limit=COMFYUI_VAE_LIMIT)
+        if "noise_mask" in stock:
+            yield row(own["noise_mask"], stock["noise_mask"], case=f"{label}, mask", limit=0.0)
+
+
+def write_latent(path: Path) -> None:
+    """A seeded latent for LoadLatent, of which few pixels are cut off at the range's ends."""
+    shape = (
+        1,
+        48,
+        (VAE_SIZE["length"] - 1) // 4 + 1,
+        VAE_SIZE["height"] // 16,
+        VAE_SIZE["width"] // 16,
+    )
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(6))
+    # ComfyUI's mark for a latent that is not to be scaled.
+    save_file({"latent_tensor": latent, "latent_format_version_0": torch.tensor([])}, path)
+
+
+def vae_graph() -> dict[str, Any]:
+    own = {"vae_name": FULL_VAE_NAME, "vae_dtype": "float32", "model": ["own_model", 0]}
+    graph = {
+        "own_model": own_model("single"),
+        "stock_vae": node("VAELoader", vae_name=FULL_VAE_NAME),
+        "latent": node("LoadLatent", latent="seeded.latent"),
+        "frames": node("LoadImage", image="frames.png"),
+        "small": node("LoadImage", image="small.png"),
+        "first": node("ImageFromBatch", image=["small", 0], batch_index=0, length=1),
+        "stock decode": node("VAEDecode", samples=["latent", 0], vae=["stock_vae", 0]),
+        "own decode": node("WanDistVAEDecode", samples=["latent", 0], **own),
+        # This project encodes whatever is given as the start of a video.
+        "stock encode": node("VAEEncode", pixels=["frames", 0], vae=["stock_vae", 0]),
+        "own encode": node(
+            "WanDistImageToVideoLatent",
+            start_image=["frames", 0],
+            batch_size=1,
+            **VAE_SIZE,
+            **own,
+        ),
+    }
+    for case, images in (("start image", "first"), ("start frames", "small")):
+        start = {"start_image": [images, 0], "batch_size": 2, **VAE_SIZE}
+        graph[f"stock {case}"] = node("Wan22ImageToVideoLatent", vae=["stock_vae", 0], **start)
+        graph[f"own {case}"] = node("WanDistImageToVideoLatent", **start, **own)
+    for name in [name for name in graph if name.startswith(("stock ", "own "))]:
+        kind = "images" if name.endswith("decode") else "latent"
+        graph[f"saved {name}"] = node("SaveTensors", **{kind: [name, 0]})
+    return graph
 
 
 if __name__ == "__main__":

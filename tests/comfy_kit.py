@@ -40,6 +40,12 @@ def latent_of(server: ComfyServer, result: PromptResult, node: str = "save") -> 
     return load_file(path)["latent_tensor"]
 
 
+def tensors_of(server: ComfyServer, result: PromptResult, node: str) -> dict[str, Tensor]:
+    """What `graphs.save_tensors` had saved of a node."""
+    (file,) = result.outputs[f"tensors {node}"]["tensors"]
+    return load_file(server.base / file["type"] / file["subfolder"] / file["filename"])
+
+
 def progress_of(result: PromptResult, node: str) -> list[tuple[int, int]]:
     """(value, max) of a node's progress events."""
     events = result.of_kind("progress")

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from devtools.comfy_server import PACK_FOLDER, ComfyServer, find_comfyui
+from devtools.comfy_server import PACK_FOLDER, TEST_PACK, ComfyServer, find_comfyui
 from devtools.rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,9 +69,10 @@ def comfyui_path() -> Path:
 
 @pytest.fixture(scope="session")
 def comfy(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyServer]:
-    """One ComfyUI for the whole session with this pack in it, started on first use."""
+    """One ComfyUI for the whole session with this pack and the tests' own nodes in it, started on first use."""
     base = tmp_path_factory.mktemp("comfyui")
-    with ComfyServer(comfyui=comfyui_path, base=base, packs={PACK_FOLDER: ROOT}) as server:
+    packs = {PACK_FOLDER: ROOT, "test-pack": TEST_PACK}
+    with ComfyServer(comfyui=comfyui_path, base=base, packs=packs) as server:
         yield server
 
 

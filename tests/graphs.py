@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,14 @@ def start_latent(**options: Any) -> Graph:
 
 def save_latent(source: str) -> dict[str, Any]:
     return node("SaveLatent", samples=[source, 0], filename_prefix="latents/test")
+
+
+def save_tensors(graph: Graph, *, latent: Sequence[str] = (), images: Sequence[str] = ()) -> Graph:
+    """Let the outputs of these nodes be saved in full, for `comfy_kit.tensors_of`."""
+    for kind, names in (("latent", latent), ("images", images)):
+        for name in names:
+            graph[f"tensors {name}"] = node("SaveTensors", **{kind: [name, 0]})
+    return graph
 
 
 def node(class_type: str, **inputs: Any) -> dict[str, Any]:

@@ -326,6 +326,42 @@ def test_latent_that_cannot_be_decoded_is_refused(
     assert_says(refuse(graph, at="decode", error="ConfigError"), words)
 
 
+@pytest.mark.parametrize(
+    ("length", "has_start", "words"),
+    [
+        (1, False, ["needs 4 frames", "has 1;", "length of 5"]),
+        (9, True, ["needs 4 frames and the start 9", "length of 13"]),
+    ],
+)
+def test_end_image_without_room_is_refused(
+    refuse: Callable[..., str], seed: int, length: int, has_start: bool, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed, length=length)
+    graph["latent"]["inputs"]["end_image"] = ["image", 0]
+    if has_start:
+        graph["many"] = node("RepeatImageBatch", image=["image", 0], amount=20)
+        graph["latent"]["inputs"]["start_image"] = ["many", 0]
+    else:
+        del graph["latent"]["inputs"]["start_image"]
+    assert_says(refuse(graph, at="latent", error="ConfigError"), words)
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ("0.00001", ["decoding 96x64", "0.00 GiB is the budget"]),
+        ("much", ["memory is 'much'", "auto"]),
+        ("-1", ["memory is '-1'", "auto"]),
+    ],
+)
+def test_decode_beyond_its_memory_is_refused(
+    refuse: Callable[..., str], seed: int, memory: str, words: list[str]
+) -> None:
+    graph = image_to_video(seed=seed, steps=1)
+    graph["decode"]["inputs"]["memory"] = memory
+    assert_says(refuse(graph, at="decode", error="ConfigError"), words)
+
+
 def test_size_that_is_no_multiple_of_32_is_refused(refuse: Callable[..., str], seed: int) -> None:
     graph = sampled_latent(seed=seed, width=80, height=64)
     assert_says(refuse(graph, at="sampler", error="ConfigError"), ["5 wide", "multiples of 32"])

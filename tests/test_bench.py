@@ -247,6 +247,14 @@ def test_gpu_run_writes_every_part_even_if_one_fails(
     good = {name: part for name, part in report["parts"].items() if name != "broken"}
     assert good.keys() == parts.keys()
     assert not any(gpu.has_failed(part) for part in good.values())
+    # A whole video of 4 T - 3 frames, timed as such.
+    vae, grid = good["vae"], gpu.TINY.grid
+    assert (vae["frames"], vae["height"], vae["width"]) == (
+        4 * grid.frames - 3,
+        32 * grid.rows,
+        32 * grid.columns,
+    )
+    assert vae["seconds"] > vae["first_chunk_s"] + (grid.frames - 2) * vae["later_chunk_s"]
     assert report["machine"]["torch"]
 
 

@@ -30,8 +30,18 @@ from comfy_kit import (
     latent_of,
     progress_of,
     succeed,
+    tensors_of,
 )
-from graphs import MODELS, VAE, VAES, image_to_video, node, sampled_latent, start_latent
+from graphs import (
+    MODELS,
+    VAE,
+    VAES,
+    image_to_video,
+    node,
+    sampled_latent,
+    save_tensors,
+    start_latent,
+)
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -68,7 +78,10 @@ NODES = {
         ],
         ["latent", "report"],
     ),
-    "WanDistVAEDecode": (["model", "vae_name", "samples", "vae_dtype"], ["images"]),
+    "WanDistVAEDecode": (
+        ["model", "vae_name", "samples", "vae_dtype", "image_dtype", "memory"],
+        ["images"],
+    ),
     "WanDistImageToVideoLatent": (
         [
             "model",
@@ -79,6 +92,7 @@ NODES = {
             "batch_size",
             "vae_dtype",
             "start_image",
+            "end_image",
         ],
         ["latent"],
     ),
@@ -153,6 +167,22 @@ def test_image_to_video_yields_frames_and_one_progress_event_per_step(
 
     again = succeed(server, image_to_video(seed=seed + 1, steps=4))
     assert progress_of(again, "sampler") == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_uint8_frames_arrive_as_an_image_of_256_steps(server: ComfyServer, seed: int) -> None:
+    graph = image_to_video(seed=seed, steps=1, length=5)
+    graph["exact"] = node("WanDistVAEDecode", **graph["decode"]["inputs"])
+    graph["decode"]["inputs"]["image_dtype"] = "uint8"
+    log_size = len(server.log)
+    result = succeed(server, save_tensors(graph, images=["decode", "exact"]))
+    rounded, exact = (tensors_of(server, result, name)["images"] for name in ("decode", "exact"))
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, exact.mul(255).round() / 255)
+    # SaveImage, which cuts off, gets the same byte back.
+    assert torch.equal((255 * rounded).byte(), exact.mul(255).round().byte())
+    said = re.findall(r"DecodeRequest .* peak memory by rank ([\d., ]+) GiB", server.log[log_size:])
+    assert len(said) == 2
+    assert all(len(ranks.split(", ")) == 4 and "0.00" not in ranks for ranks in said)
 
 
 def test_plan_shows_a_chart_and_its_table(server: ComfyServer) -> None:
@@ -328,6 +358,87 @@ def test_start_latent_is_encoded_images_then_the_mean(
     assert noise_mask_of(result.outputs["text"]["text"][0]) == [
         [[[[value] * (width // 16)] * (height // 16) for value in kept]]
     ]
+
+
+@pytest.mark.parametrize("images", [1, 4, 6])
+def test_start_latent_equals_that_of_the_stock_node(server: ComfyServer, images: int) -> None:
+    """Stock node and stock VAE with a network of ComfyUI's own; images of another size than the video's."""
+    graph = start_latent(width=64, height=96, length=9, batch_size=2)
+    graph["image"] = node("LoadImage", image=FRAMES)
+    graph["cut"] = node("ImageFromBatch", image=["image", 0], batch_index=0, length=images)
+    start = {"width": 64, "height": 96, "length": 9, "batch_size": 2, "start_image": ["cut", 0]}
+    graph["latent"]["inputs"].update(start)
+    graph["vae"] = node("SmallVAELoader", vae_name=VAE)
+    graph["stock"] = node("Wan22ImageToVideoLatent", vae=["vae", 0], **start)
+    result = succeed(server, save_tensors(graph, latent=["latent", "stock"]))
+    own, stock = (tensors_of(server, result, name) for name in ("latent", "stock"))
+
+    given = (images - 1) // 4 + 1
+    assert stock["samples"].shape == (2, 48, 3, 6, 4)
+    assert torch.equal(own["noise_mask"], stock["noise_mask"])
+    assert torch.equal(own["samples"][:, :, given:], stock["samples"][:, :, given:])
+    torch.testing.assert_close(own["samples"], stock["samples"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "length", "encoded"),
+    [
+        (1, 1, 9, [0] * 5),
+        (0, 1, 5, [0] * 5),
+        (0, 3, 9, [0, 0, 0, 1, 2]),
+        (5, 4, 13, [0, 0, 1, 2, 3]),
+        (2, 6, 9, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_end_latent_is_what_stands_for_the_last_frames_of_a_video(
+    server: ComfyServer, start: int, end: int, length: int, encoded: list[int]
+) -> None:
+    """Against VAEEncode of the frames numbered `encoded`, and what comes before against the same without an end."""
+    width, height = FRAME_SIZE
+    graph = start_latent(width=width, height=height, length=length, has_image=False)
+    graph["image"] = node("LoadImage", image=FRAMES)
+    graph["plain"] = node("WanDistImageToVideoLatent", **graph["latent"]["inputs"])
+    for name, count, nodes in (
+        ("start_image", start, ("latent", "plain")),
+        ("end_image", end, ("latent",)),
+    ):
+        cut = node("ImageFromBatch", image=["image", 0], batch_index=0, length=max(count, 1))
+        graph[name] = cut
+        for used in nodes if count else ():
+            graph[used]["inputs"][name] = [name, 0]
+    graph["vae"] = node("SmallVAELoader", vae_name=VAE)
+    whole: Any = None
+    for place, number in enumerate(encoded):
+        one = node("ImageFromBatch", image=["image", 0], batch_index=number, length=1)
+        graph[f"frame {place}"] = one
+        if place:
+            joined = node("ImageBatch", image1=[whole, 0], image2=[f"frame {place}", 0])
+            graph[f"frames {place}"] = joined
+        whole = f"frames {place}" if place else "frame 0"
+    graph["expected"] = node("VAEEncode", pixels=[whole, 0], vae=["vae", 0])
+    result = succeed(server, save_tensors(graph, latent=["latent", "plain", "expected"]))
+
+    own, plain = (tensors_of(server, result, name) for name in ("latent", "plain"))
+    expected = tensors_of(server, result, "expected")["samples"][:, :, 1:]
+    given = expected.shape[2]
+    frames = (length - 1) // 4 + 1
+    assert given == 1
+    torch.testing.assert_close(own["samples"][:, :, -given:], expected, rtol=0, atol=1e-5)
+    if start:
+        assert torch.equal(own["samples"][:, :, :-given], plain["samples"][:, :, :-given])
+    first = (start - 1) // 4 + 1
+    kept = [0.0] * first + [1.0] * (frames - first - given) + [0.0] * given
+    assert torch.equal(own["noise_mask"].mean(dim=(0, 1, 3, 4)), torch.tensor(kept))
+
+
+def test_sampler_keeps_start_and_end(server: ComfyServer, seed: int) -> None:
+    graph = sampled_latent(seed=seed, steps=3, sampler="euler", length=13)
+    graph["latent"]["inputs"]["end_image"] = ["image", 0]
+    graph["given"] = graphs.save_latent("latent")
+    result = succeed(server, graph)
+    sampled, given = latent_of(server, result), latent_of(server, result, "given")
+    torch.testing.assert_close(sampled[:, :, [0, 3]], given[:, :, [0, 3]], rtol=0, atol=1e-5)
+    assert not torch.allclose(sampled[:, :, [1, 2]], given[:, :, [1, 2]], atol=0.1)
 
 
 def test_start_latent_repeats_for_a_batch_only_with_an_image(server: ComfyServer) -> None:

@@ -17,21 +17,26 @@ from rank_programs import with_fault
 from torch import Tensor
 from vae_programs import Fault, VAEJob, VAEJobEnd, run_vae_jobs
 
+from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import LedgerLine, VAESpec
+from comfy_wan_dist.mesh.vae_memory import PER_FRAME, choose_split_within, decode_bytes
 from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit, choose_vae_split
 from devtools.checkpoints import TINY_VAE, vae_weights, write_vae
 from devtools.mesh_runs import mesh_degrees, relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
 from devtools.vae_runs import (
+    CPU,
     LIMIT,
     VAERun,
     build_seeded_vae,
     joined,
+    live_bytes,
     make_inputs,
     vae_rank,
     vae_spec,
 )
+from workers.peak_memory import peak_memory, reset_peak_memory
 from workers.vae.wan22 import VAEConfig
 
 CONFIG = VAEConfig(z_dim=6, encoder_dim=8, decoder_dim=8)
@@ -312,6 +317,59 @@ def test_samples_of_a_batch_are_decoded_one_after_another(
     assert ends[0].reports[-1] == ("decode", 6, 6)
 
 
+def test_uint8_frames_are_the_float32_ones_rounded(rank_pool: RankPool, spec: VAESpec) -> None:
+    latent = make_inputs(CONFIG, SMALL).latent
+    jobs = (VAEJob(latent=latent), VAEJob(latent=latent, dtype=torch.uint8))
+    for exact, rounded in zip(*run_jobs(rank_pool, "cfg2", spec, *jobs), strict=True):
+        assert rounded.error == "no error"
+        # Each rank writes its part only.
+        expected = exact.result.nan_to_num(0).mul(255).round().to(torch.uint8)
+        assert rounded.result.dtype == torch.uint8
+        assert torch.equal(rounded.result, expected)
+        assert len(expected.unique()) > 200
+
+
+def test_every_rank_says_its_peak_memory(rank_pool: RankPool, spec: VAESpec) -> None:
+    large, small = (LatentSize(frames=2, height=n, width=n) for n in (24, 2))
+    jobs = [VAEJob(latent=make_inputs(CONFIG, size).latent) for size in (small, large)]
+    before, during = (
+        [end.stats.peak_bytes for end in ends] for ends in run_jobs(rank_pool, "cfg2", spec, *jobs)
+    )
+    written = 5 * 384 * 192 * 3 * 4  # a rank's half of the large result
+    for rank in range(2):
+        assert before[rank] > 50 * 2**20  # torch alone
+        assert during[rank] > before[rank] + written
+
+
+def test_decode_beyond_its_memory_is_refused_before_anything_is_sent(
+    rank_pool: RankPool, spec: VAESpec
+) -> None:
+    latent = make_inputs(CONFIG, SMALL).latent
+    (refused, good) = run_jobs(
+        rank_pool,
+        "cfg2",
+        spec,
+        VAEJob(latent=latent, memory_bytes=1000),
+        VAEJob(latent=latent, memory_bytes=2**30),
+    )
+    for end in refused:
+        assert end.error.startswith("ConfigError: decoding 112x48 takes at least")
+        assert "on each rank of 2 beside the models, but 0.00 GiB is the budget" in end.error
+        assert end.stats.ledger == ()
+        assert torch.isnan(end.result).all()
+    assert {end.error for end in good} == {"no error"}
+
+
+def test_peak_memory_is_the_most_since_its_reset() -> None:
+    size = 64 * 2**20  # large enough for malloc to give it back at once
+    reset_peak_memory(CPU)
+    before = peak_memory(CPU)
+    torch.ones(size, dtype=torch.uint8)
+    assert peak_memory(CPU) > before + size / 2
+    reset_peak_memory(CPU)
+    assert peak_memory(CPU) < before + size / 2
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_stopped_job_ends_within_a_chunk_and_the_next_one_runs(
     rank: int,
@@ -347,6 +405,10 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
     cases = (
         (VAEJob(latent=with_nan), "NaN or infinite values, first in frame 2 of 3 of sample 2"),
         (VAEJob(latent=with_nan[1:]), "NaN or infinite values, first in frame 2 of 3;"),
+        (
+            VAEJob(latent=inputs.latent, dtype=torch.float16),
+            "frames were asked for as torch.float16",
+        ),
         (VAEJob(latent=inputs.latent[:, :4]), "the latent has 4 channels; this VAE decodes 6"),
         (VAEJob(frames=inputs.frames, channels=48), "latent of 48 channels was asked for"),
         (VAEJob(frames=inputs.frames[:8], channels=6), "the images have shape [8, 48, 112, 3]"),
@@ -404,6 +466,42 @@ def test_frames_are_cut_too_where_the_longer_side_is_too_short() -> None:
     chosen = choose_vae_split(LatentSize(frames=1, height=3, width=3), ranks=6)
     assert (chosen.space, chosen.time) == (3, 1)
     assert "3 of 6 ranks have no part" in chosen.explain(6)
+
+
+def test_budget_chooses_the_split_and_what_is_free_only_refuses() -> None:
+    size = LatentSize(frames=9, height=3, width=3)
+
+    def choose(budget: int | None, free_bytes: int = 0) -> VAESplit:
+        return choose_split_within(
+            size, ranks=6, decoder_dim=10, item_bytes=2, budget=budget, free_bytes=free_bytes
+        )
+
+    both, space = choose(2**30), VAESplit(size=size, axis=COLUMNS, space=3, time=1)
+    assert (both.space, both.time) == (3, 2)
+    need, least = (decode_bytes(split, decoder_dim=10, item_bytes=2) for split in (both, space))
+    assert least < need
+    assert choose(need) == choose(None, least) == both
+    assert choose(need - 1) == choose(least) == space
+    with pytest.raises(ConfigError, match="is the budget; use more devices"):
+        choose(least - 1, 2**30)
+    with pytest.raises(InsufficientMemoryError, match="is free; use"):
+        choose(None, least - 1)
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_decode_bytes_are_those_of_the_tensors_alive_at_once(frames: int) -> None:
+    """Of the real layers; a difference of two sizes, since weights are reordered for a moment as well."""
+    config = VAEConfig(encoder_dim=8, decoder_dim=64)
+    sizes = [LatentSize(frames=4, height=20, width=width) for width in (40, 80)]
+    small, large = (live_bytes(config, size, frames=frames) for size in sizes)
+    said = [
+        decode_bytes(
+            VAESplit(size=size, axis=size.longer, space=1, time=1), decoder_dim=64, item_bytes=2
+        )
+        for size in sizes
+    ]
+    beyond = (frames - 1) * PER_FRAME * 64 * 2 * 20 * 40
+    assert large - small == pytest.approx(said[1] - said[0] + beyond, rel=0.03)
 
 
 def test_one_rank_does_everything() -> None:

@@ -45,7 +45,7 @@ WIDGETS = {
         "shift",
         "denoise",
     ],
-    "WanDistVAEDecode": ["vae_name", "vae_dtype"],
+    "WanDistVAEDecode": ["vae_name", "vae_dtype", "image_dtype", "memory"],
     "WanDistImageToVideoLatent": [
         "vae_name",
         "width",

@@ -180,7 +180,9 @@ def out_of_memory_once() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class VAEJob:
-    """A job of the pipeline: decode `latent`, or else encode `frames` to so many channels.
+    """A job of the pipeline: decode `latent` to frames of `dtype`, or else encode `frames` to so many channels.
+
+    memory_bytes: what a rank may take to decode.
 
     stop: the rank that is told to stop, and before which chunk, counted from 1.
     """
@@ -188,6 +190,8 @@ class VAEJob:
     latent: Tensor | None = None
     frames: Tensor | None = None
     channels: int = 48
+    dtype: torch.dtype = torch.float32
+    memory_bytes: int | None = None
     stop: tuple[int, int] | None = None
 
 
@@ -210,7 +214,8 @@ def run_vae_jobs(
     for each in jobs:
         request: JobRequest
         if each.latent is not None:
-            request, tensors = build_decode(spec, each.latent)
+            decode, tensors = build_decode(spec, each.latent, each.dtype)
+            request = replace(decode, memory_bytes=each.memory_bytes)
         else:
             assert each.frames is not None
             request, tensors = build_encode(spec, each.frames, each.channels)

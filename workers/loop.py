@@ -47,10 +47,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStats:
-    """What a job cost this rank: bytes asked of model files, and the lines of its ledger."""
+    """What a job cost this rank: bytes asked of model files, the lines of its ledger, and memory as in `Done`."""
 
     bytes_read: int = 0
     ledger: tuple[LedgerLine, ...] = ()
+    peak_bytes: int = 0
 
 
 class Runner(Protocol):
@@ -193,6 +194,7 @@ class Loop:
             seconds=seconds,
             bytes_read=stats.bytes_read,
             ledger=stats.ledger,
+            peak_bytes=stats.peak_bytes,
         )
 
     def _run(self, request: Request, fds: tuple[int, ...]) -> JobStats:

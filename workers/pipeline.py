@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 from typing_extensions import assert_never
 
 from comfy_wan_dist.ipc.errors import (
@@ -35,13 +34,14 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
-from comfy_wan_dist.mesh.vae_split import choose_vae_split
+from comfy_wan_dist.mesh.vae_memory import choose_split_within
+from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit, choose_vae_split
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
 from .checkpoint.files import ModelFiles
 from .checkpoint.load import build_model, load_weights
-from .checkpoint.memory import free_memory, validate_memory
+from .checkpoint.memory import free_memory, usable_memory, validate_memory
 from .checkpoint.vae import load_vae
 from .loaded import LoadedModel, finish_model
 from .loop import Job, JobStats, Runner
@@ -49,6 +49,7 @@ from .model.wan import WanModel
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
 from .parallel.vae_share import apply_vae_split
+from .peak_memory import peak_memory, reset_peak_memory
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import (
     VAEShare,
@@ -106,6 +107,7 @@ class PlaneRunner:
     def run(self, request: JobRequest, job: Job) -> JobStats:
         self._bytes_read = 0
         self._plane.ledger.clear()
+        reset_peak_memory(self._device)
         with torch.inference_mode():
             match request:
                 case SampleRequest():
@@ -116,7 +118,11 @@ class PlaneRunner:
                     self._encode(request, job)
                 case _:
                     assert_never(request)
-        return JobStats(bytes_read=self._bytes_read, ledger=self._plane.ledger.lines())
+        return JobStats(
+            bytes_read=self._bytes_read,
+            ledger=self._plane.ledger.lines(),
+            peak_bytes=peak_memory(self._device),
+        )
 
     def unload(self) -> None:
         self._model = self._vae = None
@@ -158,7 +164,8 @@ class PlaneRunner:
         vae = self._have_vae(request.vae, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
         together(job, lambda: validate_decode(vae.config, latent, result))
-        share = self._share_vae(vae, latent)
+        split = together(job, lambda: self._decode_split(request, vae, latent_size(latent)))
+        share = self._share_vae(vae, split)
         chunks = decode_chunks_into(vae, latent, result, share=share, device=self._device)
         self._advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
 
@@ -166,16 +173,30 @@ class PlaneRunner:
         vae = self._have_vae(request.vae, job)
         frames, result = job.tensor(request.frames), job.tensor(request.result)
         together(job, lambda: validate_encode(vae.config, frames, result))
-        share = self._share_vae(vae, result)
+        split = choose_vae_split(latent_size(result), ranks=self._local_ranks)
+        share = self._share_vae(vae, split)
         chunks = encode_chunks_into(vae, frames, result, share=share, device=self._device)
         self._advance("encode", chunks, result.shape[2], job)
 
-    def _share_vae(self, vae: WanVAE, latent: Tensor) -> VAEShare:
-        """This rank's share of a video whose latent is [B, C, T, h, w]. Collectives: the making of new groups.
+    def _decode_split(self, request: DecodeRequest, vae: WanVAE, size: LatentSize) -> VAESplit:
+        """The split of a decode, the same on every rank. Raises ConfigError."""
+        free_bytes = usable_memory(self._device)
+        if self._device.type == "cpu":
+            free_bytes //= self._local_ranks  # they share the machine's
+        return choose_split_within(
+            size,
+            ranks=self._local_ranks,
+            decoder_dim=vae.config.decoder_dim,
+            item_bytes=vae.dtype.itemsize,
+            budget=request.memory_bytes,
+            free_bytes=free_bytes,
+        )
+
+    def _share_vae(self, vae: WanVAE, split: VAESplit) -> VAEShare:
+        """This rank's share of a video. Collectives: the making of new groups.
 
         Only ranks of ComfyUI's machine have one: the result is in its memory, and they come first.
         """
-        split = choose_vae_split(latent_size(latent), ranks=self._local_ranks)
         if self._rank == 0:
             logger.info("VAE: %s", split.explain(self._local_ranks))
         return apply_vae_split(vae, split, self._plane)

@@ -93,15 +93,17 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRequest:
-    """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3] float32 in 0..1.
+    """Latent [B, C, T, h, w] float32 in raw VAE space -> frames [B*(4T-3), 16h, 16w, 3].
 
-    Each rank writes its part of the result.
+    result: float32 in 0..1, or uint8 in 0..255, rounded. Each rank writes its part.
+    memory_bytes: what a rank may take for it beside its models; None for what it has free.
     """
 
     id: str
     vae: VAESpec
     latent: TensorRef
     result: TensorRef
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,13 +185,18 @@ class LedgerLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """The rank finished job `id`. bytes_read counts what it asked of model files for this job."""
+    """The rank finished job `id`. bytes_read counts what it asked of model files for this job.
+
+    peak_bytes: the most memory that it held meanwhile, models included: on a GPU torch's tensors, on the CPU whatever
+    the process has in memory, shared tensors too.
+    """
 
     id: str
     rank: int
     seconds: float
     bytes_read: int
     ledger: tuple[LedgerLine, ...]
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,13 +5,13 @@ by side, one chunk of the video after the other, so that memory does not grow wi
 neighbours exchange what a convolution needs beyond its part. Encoding and decoding are cut alike.
 
 Covered: the choice for a size and a number of ranks, which rank has which part, and the frames of each chunk. Not
-covered: bytes and seconds.
+covered: memory (vae_memory.py), bytes sent, and seconds.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .shards import ShardRange, shard_range
@@ -140,18 +140,25 @@ def first_chunk(time: int) -> int:
 
 def choose_vae_split(size: LatentSize, *, ranks: int) -> VAESplit:
     """The split that is done first on a plane of `ranks`, in space alone unless parts in time save a good deal."""
-    options = list(_options(size, ranks))
+    return fastest_split(possible_splits(size, ranks=ranks))
+
+
+def fastest_split(options: Sequence[VAESplit]) -> VAESplit:
+    """`choose_vae_split` among these."""
     least = min(option.work for option in options)
     near = [option for option in options if option.work <= WORTH * least]
     return min(near, key=lambda option: (option.time, option.work, option.space))
 
 
-def _options(size: LatentSize, ranks: int) -> Iterator[VAESplit]:
+def possible_splits(size: LatentSize, *, ranks: int) -> list[VAESplit]:
+    """All along the longer axis that `ranks` are enough for."""
     axis = size.longer
-    for space in range(1, min(ranks, size.length(axis)) + 1):
-        for time in range(1, ranks // space + 1):
-            if time == 1 or size.frames >= first_chunk(time):
-                yield VAESplit(size=size, axis=axis, space=space, time=time)
+    return [
+        VAESplit(size=size, axis=axis, space=space, time=time)
+        for space in range(1, min(ranks, size.length(axis)) + 1)
+        for time in range(1, ranks // space + 1)
+        if time == 1 or size.frames >= first_chunk(time)
+    ]
 
 
 def _chunks(frames: int, time: int) -> Iterator[tuple[int, ...]]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
 from ..group.scheduler import Piece
 from ..handle import DTYPES, ModelHandle, resolve_vae
+from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest
 from ..mesh.flops import vae_flops
 from .load_model import CATEGORY, WanDistModel
+
+GIB = 2**30
+MOST_GIB = 10_000
+IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
 class VAEDecode(io.ComfyNode):
@@ -27,14 +33,36 @@ class VAEDecode(io.ComfyNode):
                 vae_name_input(),
                 io.Latent.Input("samples", tooltip="From Wan Dist Sampler or KSampler."),
                 vae_dtype_input(),
+                io.Combo.Input(
+                    "image_dtype",
+                    options=list(IMAGE_DTYPES),
+                    default="float32",
+                    optional=True,
+                    tooltip="What the GPUs write frames as. uint8: rounded to the 256 steps that saved pictures have, "
+                    "in a quarter of the memory until all are there and become float32.",
+                ),
+                io.String.Input(
+                    "memory",
+                    default="auto",
+                    optional=True,
+                    tooltip="GiB that decoding may take on each GPU beside the models there, such as 4.5; GPUs share "
+                    "the frames accordingly. auto: what is free. A decode that cannot keep to it is refused.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images")],
         )
 
     @classmethod
     async def execute(
-        cls, model: ModelHandle, vae_name: str, samples: comfy_adapter.Latent, vae_dtype: str
+        cls,
+        model: ModelHandle,
+        vae_name: str,
+        samples: comfy_adapter.Latent,
+        vae_dtype: str,
+        image_dtype: str = "float32",
+        memory: str = "auto",
     ) -> io.NodeOutput:
+        memory_bytes = parse_memory(memory)
         planes = session.planes_of(model)
         spec = resolve_vae(
             comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
@@ -47,11 +75,27 @@ class VAEDecode(io.ComfyNode):
                 id=job.id,
                 vae=spec,
                 latent=job.send(latent),
-                result=job.reserve((images, 16 * height, 16 * width, 3)),
+                result=job.reserve((images, 16 * height, 16 * width, 3), IMAGE_DTYPES[image_dtype]),
+                memory_bytes=memory_bytes,
             )
             cost = vae_flops(frames=images, height=16 * height, width=16 * width)
             await job.run([Piece(request=request, cost=cost)])
-            return io.NodeOutput(job.tensor(request.result))
+            return io.NodeOutput(comfy_adapter.as_image(job.tensor(request.result)))
+
+
+def parse_memory(text: str) -> int | None:
+    """Bytes of a number of GiB; None for `auto`. Raises ConfigError."""
+    if text.strip() == "auto":
+        return None
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < MOST_GIB:
+        raise ConfigError(
+            f"memory is {text!r}; it must be auto or a number of GiB, such as 4.5, below {MOST_GIB}"
+        )
+    return round(gib * GIB)
 
 
 def vae_name_input() -> io.Combo.Input:

@@ -30,6 +30,14 @@ def free_memory(device: torch.device) -> int:
     return free if limit == "max" else min(free, int(limit) - used)
 
 
+def usable_memory(device: torch.device) -> int:
+    """Free bytes of the device, with those that torch keeps for this process and has not given out."""
+    kept = 0
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) + kept
+
+
 def validate_memory(
     shape: WanShape,
     degrees: MeshDegrees,

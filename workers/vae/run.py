@@ -1,9 +1,9 @@
 """Pictures in ComfyUI's form through the VAE and back: [frames, height, width, 3], float32, 0..1.
 
-Both directions are iterators that yield after each chunk, with the number of latent frames
-that are done, so that a caller can report and stop in between. Of several
-devices each reads its share of the input and writes its share of the result, chunk by chunk, into tensors that all
-of them see; what they exchange meanwhile is the business of the VAE's replaced parts.
+Decoded ones may be uint8 instead. Both directions are iterators that yield after each chunk, with the number of latent
+frames that are done, so that a caller can report and stop in between. Of several devices each reads its share of the
+input and writes its share of the result, chunk by chunk, into tensors that all of them see; what they exchange
+meanwhile is the business of the VAE's replaced parts.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .layers import FrameHistory
 from .wan22 import VAEConfig, WanVAE
 
 SPATIAL, TEMPORAL = 16, 4
+PICTURE_DTYPES = (torch.float32, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,14 @@ def latent_size(latent: Tensor) -> LatentSize:
 
 
 def validate_decode(config: VAEConfig, latent: Tensor, frames: Tensor) -> None:
-    """Refuse a latent that is not [B, C, T, h, w], finite, or does not give `frames` [B*(4T-3), 16h, 16w, 3]."""
+    """Refuse a latent that is not [B, C, T, h, w], finite, or does not give `frames` [B*(4T-3), 16h, 16w, 3].
+
+    `frames` are float32 or uint8.
+    """
+    if frames.dtype not in PICTURE_DTYPES:
+        raise ConfigError(
+            f"frames were asked for as {frames.dtype}; a VAE decodes to {' or '.join(map(str, PICTURE_DTYPES))}"
+        )
     if latent.dim() != 5 or 0 in latent.shape:
         raise ConfigError(
             f"the latent has shape {list(latent.shape)}; a VAE decodes [batch, channels, frames, height, width]"
@@ -122,7 +130,7 @@ def decode_chunks_into(
             if chunk:
                 z = part[None, :, as_slice(chunk)].to(device)
                 pictures = vae.decode_chunk(z, history)[0].permute(1, 2, 3, 0)
-                video[frames_of(chunk)] = pictures.float().add_(1).div_(2)
+                video[frames_of(chunk)] = as_pixels(pictures, video.dtype)
             history.next_chunk()
             yield index * latent.shape[2] + end
 
@@ -140,6 +148,12 @@ def encode_chunks_into(
             part[:, :, as_slice(chunk)] = vae.encode_chunk(pixels.unsqueeze(0), history)
         history.next_chunk()
         yield end
+
+
+def as_pixels(pictures: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values from -1 to 1 as 0..1 in float32 or, rounded, as 0..255 in uint8. May overwrite `pictures`."""
+    values = pictures.float().add_(1).div_(2)
+    return values if dtype == torch.float32 else values.mul_(255).round_().to(dtype)
 
 
 def as_slice(numbers: range) -> slice:

@@ -1,0 +1,72 @@
+"""Nodes for tests and parity, to be linked into a ComfyUI beside the pack: what goes through a graph, as files.
+
+Covered: saving a LATENT with its mask, or IMAGEs, in full precision; a VAE of ComfyUI's own for a file of toy size,
+whose widths the stock loader takes for granted. Nothing of this project is imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import comfy.ldm.wan.vae2_2
+import comfy.sd
+import comfy.utils
+import folder_paths
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class SaveTensors:
+    """Write `samples`, `noise_mask` and `images`, as far as there, to one safetensors file in the output folder."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802, ComfyUI's name
+        return {"required": {}, "optional": {"latent": ("LATENT",), "images": ("IMAGE",)}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "save"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def save(
+        self, latent: dict[str, Any] | None = None, images: Tensor | None = None
+    ) -> dict[str, Any]:
+        tensors = {k: v for k, v in (latent or {}).items() if isinstance(v, Tensor)}
+        if images is not None:
+            tensors["images"] = images
+        folder, stem, counter, subfolder, _ = folder_paths.get_save_image_path(
+            "tensors", folder_paths.get_output_directory()
+        )
+        name = f"{stem}_{counter:05}_.safetensors"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, Path(folder) / name)
+        return {"ui": {"tensors": [{"filename": name, "subfolder": subfolder, "type": "output"}]}}
+
+
+class SmallVAELoader:
+    """The object that VAELoader makes, around ComfyUI's own network in the file's widths."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"vae_name": (folder_paths.get_filename_list("vae"),)}}
+
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "load"
+    CATEGORY = "test"
+
+    def load(self, vae_name: str) -> tuple[Any]:
+        weights = comfy.utils.load_torch_file(folder_paths.get_full_path_or_raise("vae", vae_name))
+        widths = {
+            "dim": weights["encoder.conv1.weight"].shape[0],
+            "dec_dim": weights["decoder.head.2.weight"].shape[1],
+        }
+        module = comfy.ldm.wan.vae2_2
+        stock = module.WanVAE
+        module.WanVAE = lambda **config: stock(**{**config, **widths})
+        try:
+            return (comfy.sd.VAE(sd=weights),)
+        finally:
+            module.WanVAE = stock
+
+
+NODE_CLASS_MAPPINGS = {"SaveTensors": SaveTensors, "SmallVAELoader": SmallVAELoader}
