@@ -27,6 +27,8 @@ from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.traffic import Transfer, predict_ledger, transfers
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import (
+    MESHES,
+    SIZED_MESHES,
     Inputs,
     LocalJob,
     Schedule,
@@ -131,7 +133,11 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return model_spec(path)
 
 
-# In bfloat16 norm sums and latents stay float32; these two planes have every collective.
+# Whatever parity is measured on, and is not there yet.
+for parity_mesh in (*MESHES[1:], *SIZED_MESHES):
+    PLANES.setdefault(parity_mesh, (Run(mesh=parity_mesh, batch=mesh_degrees(parity_mesh).dp),))
+
+# In bfloat16 norm sums and latents stay float32; these planes have every collective.
 TYPED = [
     *((plane, "float32") for plane in PLANES),
     ("cfg2-ulysses2-tp2", "bfloat16"),
