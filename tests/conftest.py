@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from devtools.comfy_server import PACK_FOLDER, TEST_PACK, ComfyServer, find_comfyui
 from devtools.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from comfy_wan_dist.group.registry import GroupRegistry
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,3 +104,25 @@ def comfy_server_factory(
             return running.enter_context(server)
 
         yield start
+
+
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's groups make their folders. After tmp_path, whose own place must not be in it."""
+    with tempfile.TemporaryDirectory(prefix="wdt-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def registry(private: Path) -> Iterator[GroupRegistry]:
+    """Ends its groups after the test, of which nothing may stay."""
+    # Here, because torch comes with them: see pytest_configure.
+    from group_kit import assert_nothing_left
+
+    from comfy_wan_dist.group.registry import GroupRegistry
+
+    registry = GroupRegistry()
+    yield registry
+    registry.stop_all()
+    assert_nothing_left(private)

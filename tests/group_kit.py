@@ -107,3 +107,13 @@ def listening_addresses(pids: list[int]) -> list[tuple[str, str]]:
             if fields[3] == "0A" and fields[9] in inodes:
                 found.append((family, fields[1].split(":")[0]))
     return found
+
+
+class Interrupted(BaseException):
+    """Like ComfyUI's interrupt, which newer versions do not derive from Exception."""
+
+
+def assert_nothing_left(private: Path, pids: tuple[int, ...] = ()) -> None:
+    assert [pid for pid in pids if is_running(pid)] == []
+    assert processes_naming(str(private)) == []
+    assert list(private.iterdir()) == []

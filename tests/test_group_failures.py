@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from group_kit import is_running, processes_naming, search_path, stub_request, stub_spec, wait_until
+from group_kit import (
+    Interrupted,
+    assert_nothing_left,
+    is_running,
+    processes_naming,
+    search_path,
+    stub_request,
+    stub_spec,
+    wait_until,
+)
 
 from comfy_wan_dist.group import client as client_module
 from comfy_wan_dist.group.client import WorkerGroup
@@ -27,36 +35,9 @@ from comfy_wan_dist.ipc.errors import (
 )
 
 
-class Interrupted(BaseException):
-    """Like ComfyUI's interrupt."""
-
-
 @pytest.fixture(autouse=True)
 def runner_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", search_path())
-
-
-@pytest.fixture
-def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where groups make their folders. After tmp_path, whose own place must not be in it."""
-    with tempfile.TemporaryDirectory(prefix="wdt-") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-@pytest.fixture
-def registry(private: Path) -> Iterator[GroupRegistry]:
-    registry = GroupRegistry()
-    yield registry
-    registry.stop_all()
-    assert processes_naming(str(private)) == []
-    assert list(private.iterdir()) == []
-
-
-def assert_nothing_left(private: Path, pids: tuple[int, ...] = ()) -> None:
-    assert [pid for pid in pids if is_running(pid)] == []
-    assert processes_naming(str(private)) == []
-    assert list(private.iterdir()) == []
 
 
 def ask(group: WorkerGroup, action: str) -> torch.Tensor:

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from group_kit import listening_addresses, processes_naming, search_path, stub_request, stub_spec
+from group_kit import (
+    Interrupted,
+    listening_addresses,
+    processes_naming,
+    search_path,
+    stub_request,
+    stub_spec,
+)
 
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.registry import GroupRegistry
@@ -26,10 +33,6 @@ from comfy_wan_dist.ipc.errors import (
 from comfy_wan_dist.ipc.messages import Done, Progress, Unload
 
 LOOPBACK = {("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")}
-
-
-class Interrupted(BaseException):
-    """Like ComfyUI's interrupt, which newer versions do not derive from Exception."""
 
 
 @pytest.fixture(scope="module")

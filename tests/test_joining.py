@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from group_kit import Interrupted
 from torch import Tensor
 
 from comfy_wan_dist.group.joining import (
@@ -62,10 +63,6 @@ STEP_LIMIT_S = 5.0
 LATENT = (3, 2, 4, 4)
 TENSOR_OPTIONS = ("clean", "mask", "frame_mask", "uncond", "step_noise")
 SPOILT = 77.0
-
-
-class Interrupted(BaseException):
-    """Like ComfyUI's interrupt."""
 
 
 # ---- requests

@@ -26,6 +26,8 @@ import graphs
 import pytest
 import torch
 from group_kit import (
+    Interrupted,
+    assert_nothing_left,
     is_running,
     listening_addresses,
     processes_naming,
@@ -104,34 +106,9 @@ TWO = Machines(count=2, head=Address(host=LOOPBACK, port=29400))
 CPU_2 = DeviceList(kind="cpu", indices=(0, 1))
 
 
-class Interrupted(BaseException):
-    """Like ComfyUI's interrupt."""
-
-
 @pytest.fixture(autouse=True)
 def runner_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", search_path())
-
-
-@pytest.fixture
-def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this process's groups make their folders. After tmp_path, whose own place must not be in it."""
-    with tempfile.TemporaryDirectory(prefix="wdt-") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-@pytest.fixture
-def registry(private: Path) -> Iterator[GroupRegistry]:
-    registry = GroupRegistry()
-    yield registry
-    registry.stop_all()
-    assert_nothing_left(private)
-
-
-def assert_nothing_left(private: Path) -> None:
-    assert processes_naming(f"{private}/") == []
-    assert list(private.iterdir()) == []
 
 
 def two_machines(

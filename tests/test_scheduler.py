@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_kit import stub_spec
+from group_kit import Interrupted, stub_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,10 +43,6 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 
 TICK_S = 0.01
 Behaviour = Callable[[LaunchSpec, str], Exception | None]
-
-
-class Interrupted(BaseException):
-    """Like ComfyUI's interrupt."""
 
 
 @dataclass
