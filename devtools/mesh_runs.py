@@ -195,6 +195,9 @@ class LocalJob:
     def agree_stop(self) -> bool:
         return self._agreement.agree_stop(self.cancel_requested())
 
+    def agree_least(self, number: int) -> int:
+        return self._agreement.agree_least(number)
+
 
 def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> ModelSpec:
     status = path.stat()

@@ -7,39 +7,39 @@ and repeated. Not covered: CUDA and NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import pytest
 import torch
 import vae_programs
 from rank_programs import with_fault
-from torch import Tensor
-from vae_programs import Fault, VAEJob, VAEJobEnd, run_vae_jobs
+from vae_kit import (
+    CONFIG,
+    DECODE,
+    ENCODE,
+    SMALL,
+    OneProcess,
+    build_one_process,
+    errors,
+    run_jobs,
+    write_vae_file,
+)
+from vae_programs import Fault, VAEJob, run_vae_jobs
 
-from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import LedgerLine, VAESpec
-from comfy_wan_dist.mesh.vae_memory import PER_FRAME, choose_split_within, decode_bytes
 from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit, choose_vae_split
-from devtools.checkpoints import TINY_VAE, vae_weights, write_vae
-from devtools.mesh_runs import mesh_degrees, relative_error
+from devtools.checkpoints import TINY_VAE, vae_weights
+from devtools.mesh_runs import relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
 from devtools.vae_runs import (
     CPU,
     LIMIT,
-    VAERun,
     build_seeded_vae,
     joined,
-    live_bytes,
     make_inputs,
     vae_rank,
-    vae_spec,
 )
 from workers.peak_memory import peak_memory, reset_peak_memory
-from workers.vae.wan22 import VAEConfig
 
-CONFIG = VAEConfig(z_dim=6, encoder_dim=8, decoder_dim=8)
 ROWS, COLUMNS = SpaceAxis.ROWS, SpaceAxis.COLUMNS
 
 
@@ -97,32 +97,15 @@ def name_of(each: VAESplit) -> str:
 
 
 @pytest.fixture(scope="module")
-def single() -> Callable[[LatentSize], tuple[Tensor, Tensor]]:
-    """Decoded frames and encoded latent of one process."""
-    vae = build_seeded_vae(CONFIG)
-
-    @cache
-    def run(size: LatentSize) -> tuple[Tensor, Tensor]:
-        inputs = make_inputs(CONFIG, size)
-        with torch.inference_mode():
-            pictures = vae.decode(inputs.latent)[0].permute(1, 2, 3, 0)
-            pixels = inputs.frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
-            return (pictures + 1) / 2, vae.encode(pixels)
-
-    return run
-
-
-def errors(runs: list[VAERun], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    decoded = joined([run.decoded for run in runs])
-    encoded = joined([run.encoded for run in runs])
-    return relative_error(decoded, expected[0]), relative_error(encoded, expected[1])
+def single() -> OneProcess:
+    return build_one_process()
 
 
 @pytest.mark.parametrize("world_size", SPLITS)
 def test_split_matches_one_process(
     world_size: int,
     rank_pool: RankPool,
-    single: Callable[[LatentSize], tuple[Tensor, Tensor]],
+    single: OneProcess,
 ) -> None:
     splits = SPLITS[world_size]
     answers = rank_pool.run(world_size, vae_rank, world_size, CONFIG, splits)
@@ -150,8 +133,6 @@ def test_split_in_space_and_time_matches_diffusers(rank_pool: RankPool) -> None:
 
 
 IN_SPACE, IN_TIME = split(9, 3, 6, space=2), split(25, 2, 3, time=2)
-DECODE, ENCODE = 0, 1
-
 FAULTS: tuple[tuple[Fault, VAESplit, tuple[int, ...]], ...] = (
     (vae_programs.no_causal_halo, IN_SPACE, (DECODE, ENCODE)),
     (vae_programs.no_halo_of_one_convolution, IN_SPACE, (DECODE, ENCODE)),
@@ -176,7 +157,7 @@ def test_parity_check_notices(
     cut: VAESplit,
     directions: tuple[int, ...],
     rank_pool: RankPool,
-    single: Callable[[LatentSize], tuple[Tensor, Tensor]],
+    single: OneProcess,
 ) -> None:
     answers = rank_pool.run(2, with_fault, fault, vae_rank, 2, CONFIG, (cut,))
     found = errors([run for (run,) in answers], single(cut.size))
@@ -257,18 +238,7 @@ def test_ledger_of_a_decode_cut_in_time(rank_pool: RankPool) -> None:
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> VAESpec:
-    path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
-    write_vae(path, CONFIG, seed=2)
-    return vae_spec(path)
-
-
-SMALL = LatentSize(frames=3, height=3, width=7)
-
-
-def run_jobs(rank_pool: RankPool, mesh: str, spec: VAESpec, *jobs: VAEJob) -> list[list[VAEJobEnd]]:
-    """For each job how it ended on each rank."""
-    answers = rank_pool.run(mesh_degrees(mesh).world_size, run_vae_jobs, mesh, spec, jobs)
-    return [list(ends) for ends in zip(*answers, strict=True)]
+    return write_vae_file(tmp_path_factory.mktemp("vae"))
 
 
 @pytest.mark.parametrize("mesh", ["single", "cfg2", "tp2", "pp3", "cfg2-ulysses2", "ring2-tp2-sp"])
@@ -276,7 +246,7 @@ def test_all_ranks_take_part_whatever_the_mesh(
     mesh: str,
     rank_pool: RankPool,
     spec: VAESpec,
-    single: Callable[[LatentSize], tuple[Tensor, Tensor]],
+    single: OneProcess,
 ) -> None:
     inputs, expected = make_inputs(CONFIG, SMALL), single(SMALL)
     jobs = (VAEJob(latent=inputs.latent), VAEJob(frames=inputs.frames, channels=CONFIG.z_dim))
@@ -294,7 +264,7 @@ def test_all_ranks_take_part_whatever_the_mesh(
 
 
 def test_only_ranks_of_the_head_share_the_work_of_several_machines(
-    rank_pool: RankPool, spec: VAESpec, single: Callable[[LatentSize], tuple[Tensor, Tensor]]
+    rank_pool: RankPool, spec: VAESpec, single: OneProcess
 ) -> None:
     """Only they see the memory that the result goes to."""
     job = VAEJob(latent=make_inputs(CONFIG, SMALL).latent)
@@ -343,25 +313,6 @@ def test_every_rank_says_its_peak_memory(spec: VAESpec) -> None:
         assert during[rank] > before[rank] + written
 
 
-def test_decode_beyond_its_memory_is_refused_before_anything_is_sent(
-    rank_pool: RankPool, spec: VAESpec
-) -> None:
-    latent = make_inputs(CONFIG, SMALL).latent
-    (refused, good) = run_jobs(
-        rank_pool,
-        "cfg2",
-        spec,
-        VAEJob(latent=latent, memory_bytes=1000),
-        VAEJob(latent=latent, memory_bytes=2**30),
-    )
-    for end in refused:
-        assert end.error.startswith("ConfigError: decoding 112x48 takes at least")
-        assert "on each rank of 2 beside the models, but 0.00 GiB is the budget" in end.error
-        assert end.stats.ledger == ()
-        assert torch.isnan(end.result).all()
-    assert {end.error for end in good} == {"no error"}
-
-
 def test_peak_memory_is_the_most_since_its_reset() -> None:
     size = 64 * 2**20  # large enough for malloc to give it back at once
     reset_peak_memory(CPU)
@@ -377,7 +328,7 @@ def test_stopped_job_ends_within_a_chunk_and_the_next_one_runs(
     rank: int,
     rank_pool: RankPool,
     spec: VAESpec,
-    single: Callable[[LatentSize], tuple[Tensor, Tensor]],
+    single: OneProcess,
 ) -> None:
     inputs, expected = make_inputs(CONFIG, SMALL), single(SMALL)
     stopped, decoded, halted, encoded = run_jobs(
@@ -468,42 +419,6 @@ def test_frames_are_cut_too_where_the_longer_side_is_too_short() -> None:
     chosen = choose_vae_split(LatentSize(frames=1, height=3, width=3), ranks=6)
     assert (chosen.space, chosen.time) == (3, 1)
     assert "3 of 6 ranks have no part" in chosen.explain(6)
-
-
-def test_budget_chooses_the_split_and_what_is_free_only_refuses() -> None:
-    size = LatentSize(frames=9, height=3, width=3)
-
-    def choose(budget: int | None, free_bytes: int = 0) -> VAESplit:
-        return choose_split_within(
-            size, ranks=6, decoder_dim=10, item_bytes=2, budget=budget, free_bytes=free_bytes
-        )
-
-    both, space = choose(2**30), VAESplit(size=size, axis=COLUMNS, space=3, time=1)
-    assert (both.space, both.time) == (3, 2)
-    need, least = (decode_bytes(split, decoder_dim=10, item_bytes=2) for split in (both, space))
-    assert least < need
-    assert choose(need) == choose(None, least) == both
-    assert choose(need - 1) == choose(least) == space
-    with pytest.raises(ConfigError, match="is the budget; use more devices"):
-        choose(least - 1, 2**30)
-    with pytest.raises(InsufficientMemoryError, match="is free; use"):
-        choose(None, least - 1)
-
-
-@pytest.mark.parametrize("frames", [1, 2])
-def test_decode_bytes_are_those_of_the_tensors_alive_at_once(frames: int) -> None:
-    """Of the real layers; a difference of two sizes, since weights are reordered for a moment as well."""
-    config = VAEConfig(encoder_dim=8, decoder_dim=64)
-    sizes = [LatentSize(frames=4, height=20, width=width) for width in (40, 80)]
-    small, large = (live_bytes(config, size, frames=frames) for size in sizes)
-    said = [
-        decode_bytes(
-            VAESplit(size=size, axis=size.longer, space=1, time=1), decoder_dim=64, item_bytes=2
-        )
-        for size in sizes
-    ]
-    beyond = (frames - 1) * PER_FRAME * 64 * 2 * 20 * 40
-    assert large - small == pytest.approx(said[1] - said[0] + beyond, rel=0.03)
 
 
 def test_one_rank_does_everything() -> None:

@@ -18,14 +18,16 @@ from rank_programs import StoppingJob
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import WanDistError
-from comfy_wan_dist.ipc.messages import JobRequest, VAESpec
-from devtools.mesh_runs import LocalJob, build_local_runner
+from comfy_wan_dist.ipc.messages import JobRequest, ModelSpec, VAESpec
+from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
 from devtools.vae_runs import build_decode, build_encode
+from workers import pipeline
 from workers.loop import JobStats
 from workers.parallel import vae_share
 from workers.parallel.collectives import AxisGroup, Exchange
-from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder
+from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae_temporal import RelayedHistory
+from workers.parked import weight_bytes
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -154,6 +156,24 @@ def first_frame_not_in_history() -> AbstractContextManager[Any]:
     return mock.patch.object(FrameHistory, "prime")
 
 
+def nothing_around_a_part() -> AbstractContextManager[Any]:
+    """Tiles at the border of a part take its outermost position for what lies beyond."""
+
+    def alone(self: WidenedPart, x: Tensor) -> Tensor:
+        rank, sizes = self.space.rank, self.sizes
+        start = sum(sizes[:rank])
+        first = x.narrow(self.dim, 0, 1).expand(
+            *(start - self.held.start if dim == self.dim else -1 for dim in range(5))
+        )
+        behind = self.held.stop - start - sizes[rank]
+        last = x.narrow(self.dim, sizes[rank] - 1, 1).expand(
+            *(behind if dim == self.dim else -1 for dim in range(5))
+        )
+        return torch.cat([first, x, last], dim=self.dim)
+
+    return mock.patch.object(WidenedPart, "__call__", alone)
+
+
 def group_rank_as_plane_rank() -> AbstractContextManager[Any]:
     """Whoever is rank 1 of a group is taken for rank 1 of the plane."""
     original = AxisGroup.exchange
@@ -182,8 +202,7 @@ def out_of_memory_once() -> AbstractContextManager[Any]:
 class VAEJob:
     """A job of the pipeline: decode `latent` to frames of `dtype`, or else encode `frames` to so many channels.
 
-    memory_bytes: what a rank may take to decode.
-
+    memory_bytes: what a rank may take for it.
     stop: the rank that is told to stop, and before which chunk, counted from 1.
     """
 
@@ -218,7 +237,8 @@ def run_vae_jobs(
             request = replace(decode, memory_bytes=each.memory_bytes)
         else:
             assert each.frames is not None
-            request, tensors = build_encode(spec, each.frames, each.channels)
+            encode, tensors = build_encode(spec, each.frames, each.channels)
+            request = replace(encode, memory_bytes=each.memory_bytes)
         job = LocalJob(tensors, agreement)
         if each.stop is not None and each.stop[0] == rank:
             job = StoppingJob(tensors, agreement)
@@ -231,3 +251,38 @@ def run_vae_jobs(
         agreement.take_failure()
         ends.append(VAEJobEnd(error=error, reports=job.reports, result=tensors[-1], stats=stats))
     return ends
+
+
+def sample_decode_sample(
+    rank: int,
+    mesh: str,
+    model: ModelSpec,
+    vae: VAESpec,
+    inputs: Inputs,
+    schedule: Schedule,
+    latent: Tensor,
+    free_bytes: tuple[int, ...],
+) -> tuple[list[Tensor], list[JobStats], list[int]]:
+    """A decode between two equal samplings, on devices that have so much free each time they are asked.
+
+    The three results, their costs, and the bytes of weights on the device after each.
+    """
+    runner, agreement = build_local_runner(rank, mesh)
+    sampling, sampling_tensors = build_request(model, inputs, schedule, mesh=mesh)
+    decoding, decoding_tensors = build_decode(vae, latent)
+    results, costs, held = [], [], []
+    with (
+        mock.patch.object(pipeline, "has_own_memory", return_value=True),
+        mock.patch.object(runner, "_free_for_vae", side_effect=free_bytes),
+    ):
+        for request, tensors in (
+            (sampling, sampling_tensors),
+            (decoding, decoding_tensors),
+            (sampling, sampling_tensors),
+        ):
+            job = LocalJob(tensors, agreement)
+            costs.append(runner.run(request, job))  # type: ignore[arg-type]
+            results.append(tensors[-1].clone())
+            assert runner._model is not None
+            held.append(weight_bytes(runner._model.loaded.model))
+    return results, costs, held

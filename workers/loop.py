@@ -47,11 +47,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStats:
-    """What a job cost this rank: bytes asked of model files, the lines of its ledger, and memory as in `Done`."""
+    """What a job cost this rank: bytes asked of model files, the lines of its ledger; the rest as in `Done`."""
 
     bytes_read: int = 0
     ledger: tuple[LedgerLine, ...] = ()
     peak_bytes: int = 0
+    note: str = ""
 
 
 class Runner(Protocol):
@@ -111,6 +112,10 @@ class Job:
         Once it is True, raise JobCancelled on every rank.
         """
         return self._agreement.agree_stop(self._is_cancelled())
+
+    def agree_least(self, number: int) -> int:
+        """The least of the ranks' numbers, the same on every rank. Every rank must call it."""
+        return self._agreement.agree_least(number)
 
 
 class Loop:
@@ -195,6 +200,7 @@ class Loop:
             bytes_read=stats.bytes_read,
             ledger=stats.ledger,
             peak_bytes=stats.peak_bytes,
+            note=stats.note,
         )
 
     def _run(self, request: Request, fds: tuple[int, ...]) -> JobStats:

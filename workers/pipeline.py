@@ -34,14 +34,19 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
-from comfy_wan_dist.mesh.vae_memory import choose_split_within
-from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit, choose_vae_split
+from comfy_wan_dist.mesh.vae_memory import (
+    Direction,
+    VAEMemory,
+    choose_split_within,
+    refuse_memory,
+)
+from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
 from .checkpoint.files import ModelFiles
 from .checkpoint.load import build_model, load_weights
-from .checkpoint.memory import free_memory, usable_memory, validate_memory
+from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
 from .checkpoint.vae import load_vae
 from .loaded import LoadedModel, finish_model
 from .loop import Job, JobStats, Runner
@@ -49,6 +54,7 @@ from .model.wan import WanModel
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
 from .parallel.vae_share import apply_vae_split
+from .parked import ParkedWeights, weight_bytes
 from .peak_memory import peak_memory, reset_peak_memory
 from .sampling.run import prepare_sample, run_sample
 from .vae.run import (
@@ -62,6 +68,10 @@ from .vae.run import (
 from .vae.wan22 import WanVAE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CAUTION = 0.9
+"""Of the free memory that the VAE may plan with: it takes somewhat more than planned."""
+UNLIMITED = 2**62
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +111,13 @@ class PlaneRunner:
         self._rank = plane.rank
         self._device = device
         self._model: HeldModel | None = None
+        self._parked: ParkedWeights | None = None
         self._vae: HeldVAE | None = None
         self._bytes_read = 0
+        self._note = ""
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
-        self._bytes_read = 0
+        self._bytes_read, self._note = 0, ""
         self._plane.ledger.clear()
         reset_peak_memory(self._device)
         with torch.inference_mode():
@@ -122,10 +134,11 @@ class PlaneRunner:
             bytes_read=self._bytes_read,
             ledger=self._plane.ledger.lines(),
             peak_bytes=peak_memory(self._device),
+            note=self._note,
         )
 
     def unload(self) -> None:
-        self._model = self._vae = None
+        self._model = self._parked = self._vae = None
         self._release_memory()
 
     def _sample(self, request: SampleRequest, job: Job) -> None:
@@ -164,7 +177,10 @@ class PlaneRunner:
         vae = self._have_vae(request.vae, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
         together(job, lambda: validate_decode(vae.config, latent, result))
-        split = together(job, lambda: self._decode_split(request, vae, latent_size(latent)))
+        memory = VAEMemory(
+            direction=Direction.DECODE, dim=vae.config.decoder_dim, item_bytes=vae.dtype.itemsize
+        )
+        split = self._choose_split(latent_size(latent), memory, request.memory_bytes, job)
         share = self._share_vae(vae, split)
         chunks = decode_chunks_into(vae, latent, result, share=share, device=self._device)
         self._advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
@@ -173,32 +189,89 @@ class PlaneRunner:
         vae = self._have_vae(request.vae, job)
         frames, result = job.tensor(request.frames), job.tensor(request.result)
         together(job, lambda: validate_encode(vae.config, frames, result))
-        split = choose_vae_split(latent_size(result), ranks=self._local_ranks)
+        memory = VAEMemory(
+            direction=Direction.ENCODE, dim=vae.config.encoder_dim, item_bytes=vae.dtype.itemsize
+        )
+        split = self._choose_split(latent_size(result), memory, request.memory_bytes, job)
         share = self._share_vae(vae, split)
         chunks = encode_chunks_into(vae, frames, result, share=share, device=self._device)
         self._advance("encode", chunks, result.shape[2], job)
 
-    def _decode_split(self, request: DecodeRequest, vae: WanVAE, size: LatentSize) -> VAESplit:
-        """The split of a decode, the same on every rank. Raises ConfigError."""
+    def _choose_split(
+        self, size: LatentSize, memory: VAEMemory, budget: int | None, job: Job
+    ) -> VAESplit:
+        """The split of a video that keeps to `budget` and to what every rank has free.
+
+        The transformer's weights go to host memory where that spares tiles. Collectives: votes. Raises ConfigError,
+        InsufficientMemoryError.
+        """
+
+        def choose(free_bytes: int) -> VAESplit | None:
+            return choose_split_within(
+                size,
+                ranks=self._local_ranks,
+                need=memory.bytes,
+                limit=free_bytes if budget is None else min(budget, free_bytes),
+            )
+
+        free_bytes = job.agree_least(together(job, self._free_for_vae))
+        split = choose(free_bytes)
+        is_short = split is None or split.tiles > 1
+        if is_short and (budget is None or free_bytes < budget) and self._park_model(job):
+            free_bytes = job.agree_least(together(job, self._free_for_vae))
+            split = choose(free_bytes)
+        if split is None:
+            raise refuse_memory(
+                size,
+                ranks=self._local_ranks,
+                need=memory.bytes,
+                budget=budget,
+                free_bytes=free_bytes,
+            )
+        return split
+
+    def _free_for_vae(self) -> int:
+        if self._rank >= self._local_ranks:
+            return UNLIMITED  # of another machine, whose ranks have no part
         free_bytes = usable_memory(self._device)
         if self._device.type == "cpu":
             free_bytes //= self._local_ranks  # they share the machine's
-        return choose_split_within(
-            size,
-            ranks=self._local_ranks,
-            decoder_dim=vae.config.decoder_dim,
-            item_bytes=vae.dtype.itemsize,
-            budget=request.memory_bytes,
-            free_bytes=free_bytes,
-        )
+        return int(CAUTION * free_bytes)
+
+    def _park_model(self, job: Job) -> bool:
+        """Move the transformer's weights to host memory; False where that gains nothing. Collectives: votes."""
+        if self._model is None or self._parked is not None or not has_own_memory(self._device):
+            return False
+        model = self._model.loaded.model
+
+        def spare_host_memory() -> int:
+            host = torch.device("cpu")
+            return int(CAUTION * free_memory(host)) // self._local_ranks - weight_bytes(model)
+
+        if job.agree_least(together(job, spare_host_memory)) < 0:
+            return False
+
+        def park() -> None:
+            self._parked = ParkedWeights(model)
+
+        together(job, park)
+        if self._rank == 0:
+            logger.info("the transformer's weights moved to host memory, to make room for the VAE")
+        return True
+
+    def _bring_back(self) -> None:
+        if self._parked is not None:
+            self._parked.bring_back()
+            self._parked = None
 
     def _share_vae(self, vae: WanVAE, split: VAESplit) -> VAEShare:
         """This rank's share of a video. Collectives: the making of new groups.
 
         Only ranks of ComfyUI's machine have one: the result is in its memory, and they come first.
         """
+        self._note = split.explain(self._local_ranks)
         if self._rank == 0:
-            logger.info("VAE: %s", split.explain(self._local_ranks))
+            logger.info("VAE: %s", self._note)
         return apply_vae_split(vae, split, self._plane)
 
     def _advance(self, phase: str, chunks: Iterator[int], total: int, job: Job) -> None:
@@ -206,10 +279,11 @@ class PlaneRunner:
 
         Collectives: one vote before each chunk, and those of the chunk.
         """
-        done = 0
+        done = reported = 0
         while done < total:
-            if done:
+            if done > reported:
                 job.report(phase, done, total)
+                reported = done
             stop_if_asked(job)
             with memory_errors():
                 done = next(chunks)
@@ -231,10 +305,11 @@ class PlaneRunner:
     def _have_model(self, spec: ModelSpec, groups: MeshGroups, job: Job) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the one at hand."""
         if self._model is not None and self._model.spec == spec:
+            together(job, self._bring_back)
             return self._model.loaded
         file = together(job, lambda: self._recognise(spec, groups.degrees))
         # The old model goes first: two do not fit where one was sized to.
-        self._model = None
+        self._model = self._parked = None
         self._release_memory()
         tp, fsdp, dtype = groups.tp, groups.fsdp, DTYPES[spec.dtype]
 

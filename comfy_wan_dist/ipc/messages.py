@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -110,13 +110,14 @@ class DecodeRequest:
 class EncodeRequest:
     """Frames [F, H, W, 3] float32 in 0..1, F = 4k+1, H and W multiples of 16 -> raw latent [1, C, k+1, H/16, W/16].
 
-    Each rank writes its part of the result.
+    Each rank writes its part of the result. memory_bytes: as for decoding.
     """
 
     id: str
     vae: VAESpec
     frames: TensorRef
     result: TensorRef
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +189,7 @@ class Done:
     """The rank finished job `id`. bytes_read counts what it asked of model files for this job.
 
     peak_bytes: the most memory that it held meanwhile, models included: on a GPU torch's tensors, on the CPU whatever
-    the process has in memory, shared tensors too.
+    the process has in memory, shared tensors too. note: how the ranks shared the work, for people.
     """
 
     id: str
@@ -197,6 +198,7 @@ class Done:
     bytes_read: int
     ledger: tuple[LedgerLine, ...]
     peak_bytes: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

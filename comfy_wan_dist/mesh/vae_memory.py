@@ -1,59 +1,113 @@
-"""The memory that decoding takes on a rank, and the choice of a split that keeps to a budget.
+"""The memory that the VAE takes on a rank for a video, and the choice of a split that keeps to a limit.
 
 Covered: the tensors that are alive at once, the VAE's weights left out. Not covered: what a library needs inside of a
-convolution, rows received from neighbours, and fragments: so a decode takes somewhat more than is said here.
+convolution, rows received from neighbours, and fragments: so a job takes somewhat more than is said here.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from ..ipc.errors import ConfigError, InsufficientMemoryError
 from .vae_split import RUN, LatentSize, VAESplit, fastest_split, possible_splits
-
-HELD = 2300
-PER_FRAME = 1545
-"""Elements for each latent row, column and channel of the decoder's finest level: for all frames that convolutions look
-back on, and for each latent frame that goes through at once. Measured; a test measures them again."""
 
 GIB = 2**30
 
 
-def decode_bytes(split: VAESplit, *, decoder_dim: int, item_bytes: int) -> int:
-    """Of the rank with the largest part. decoder_dim: channels of the decoder's finest level."""
-    across = split.size.height * split.size.width // split.size.length(split.axis)
-    positions = split.shard(0).size * across
-    frames = RUN if split.time > 1 else 1
-    return positions * decoder_dim * (HELD + PER_FRAME * frames) * item_bytes
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Appetite:
+    """Elements for each latent row, column and channel of the finest level.
+
+    held: for all frames that convolutions look back on. per_frame: for each latent frame that goes through at once.
+    beyond: latent rows or columns by which a tile is wider in effect, since it needs more on both sides. kept_frame:
+    what stands between the tiles and whole frames, for each latent frame of the video. kept_beyond: how far it reaches
+    beyond the rank's part.
+    """
+
+    held: int
+    per_frame: int
+    beyond: float
+    kept_frame: int
+    kept_beyond: int
+
+
+class Direction(enum.Enum):
+    """Measured; a test measures them again."""
+
+    DECODE = Appetite(held=2300, per_frame=1545, beyond=3.6, kept_frame=4, kept_beyond=26)
+    ENCODE = Appetite(held=1212, per_frame=1424, beyond=15.2, kept_frame=4, kept_beyond=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VAEMemory:
+    """Of a VAE whose finest level has `dim` channels of `item_bytes`, in one direction."""
+
+    direction: Direction
+    dim: int
+    item_bytes: int
+
+    def bytes(self, split: VAESplit) -> int:
+        """Of the rank with the largest part."""
+        appetite, size = self.direction.value, split.size
+        length = size.length(split.axis)
+        across = size.height * size.width // length
+        shard = split.shard(0).size
+        wide, kept = float(shard), 0
+        if split.tiles > 1:
+            wide = min(length, len(split.tile_ranges(0)[0]) + appetite.beyond)
+            kept = min(length, shard + appetite.kept_beyond) * appetite.kept_frame * size.frames
+        frames = RUN if split.time > 1 else 1
+        elements = wide * (appetite.held + appetite.per_frame * frames) + kept
+        return round(across * elements * self.dim * self.item_bytes)
 
 
 def choose_split_within(
+    size: LatentSize, *, ranks: int, need: Callable[[VAESplit], int], limit: int
+) -> VAESplit | None:
+    """The split that is done first among those that take no more than `limit` bytes on a rank; None if none does.
+
+    Tiles, which repeat some work, only where nothing else is left.
+    """
+    options = possible_splits(size, ranks=ranks)
+    if fitting := [option for option in options if need(option) <= limit]:
+        return fastest_split(fitting)
+    return next(
+        (option for option in tiled_splits(size, ranks=ranks) if need(option) <= limit), None
+    )
+
+
+def tiled_splits(size: LatentSize, *, ranks: int) -> list[VAESplit]:
+    """Ways to go over the smallest parts in tiles, the largest tiles first."""
+    axis = size.longer
+    space = min(ranks, size.length(axis))
+    shard = -(-size.length(axis) // space)
+    return [
+        VAESplit(size=size, axis=axis, space=space, time=1, tiles=tiles)
+        for tiles in range(2, shard + 1)
+        # Only counts that make the longest tile shorter.
+        if -(-shard // tiles) < -(-shard // (tiles - 1))
+    ]
+
+
+def refuse_memory(
     size: LatentSize,
     *,
     ranks: int,
-    decoder_dim: int,
-    item_bytes: int,
+    need: Callable[[VAESplit], int],
     budget: int | None,
     free_bytes: int,
-) -> VAESplit:
-    """The split that is done first among those that keep to `budget`.
-
-    budget: bytes on each rank; None for what it has free. Since every rank has something else free, that has no say in
-    the choice, which must be the same on all of them.
-
-    Raises: ConfigError if even the split that takes least is beyond the budget, InsufficientMemoryError if it is beyond
-    what is free.
-    """
-
-    def need(split: VAESplit) -> int:
-        return decode_bytes(split, decoder_dim=decoder_dim, item_bytes=item_bytes)
-
-    options = possible_splits(size, ranks=ranks)
+) -> ConfigError | InsufficientMemoryError:
+    """What to raise where `choose_split_within` finds nothing: InsufficientMemoryError if the device is too small."""
+    options = possible_splits(size, ranks=ranks) + tiled_splits(size, ranks=ranks)
     least = min(map(need, options))
-    limit = free_bytes if budget is None else budget
-    if least > limit:
-        has = f"{limit / GIB:.2f} GiB {'is free' if budget is None else 'is the budget'}"
-        error = InsufficientMemoryError if budget is None else ConfigError
-        raise error(
-            f"decoding {16 * size.width}x{16 * size.height} takes at least {least / GIB:.2f} GiB on each rank of "
-            f"{ranks} beside the models, but {has}; use more devices, a smaller video, or vae_dtype bfloat16"
-        )
-    return fastest_split([option for option in options if budget is None or need(option) <= budget])
+    is_budget = budget is not None and budget < free_bytes
+    limit = budget if budget is not None and is_budget else free_bytes
+    has = f"{limit / GIB:.2f} GiB {'is the budget' if is_budget else 'is free'}"
+    kind = ConfigError if is_budget else InsufficientMemoryError
+    return kind(
+        f"a video of {16 * size.width}x{16 * size.height} takes the VAE at least {least / GIB:.2f} GiB on each rank of "
+        f"{ranks} beside the models, even in the smallest tiles, but {has}; use more devices, a smaller video, or "
+        "vae_dtype bfloat16"
+    )

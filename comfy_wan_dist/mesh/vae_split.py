@@ -2,7 +2,8 @@
 
 In space the longer axis of every frame is cut, the width on a tie. In time the ranks take runs of latent frames side
 by side, one chunk of the video after the other, so that memory does not grow with the video. Both are exact:
-neighbours exchange what a convolution needs beyond its part. Encoding and decoding are cut alike.
+neighbours exchange what a convolution needs beyond its part. Encoding and decoding are cut alike. Where memory asks for
+it a rank goes over its part in space in tiles, one after another (workers/vae/tiles.py).
 
 Covered: the choice for a size and a number of ranks, which rank has which part, and the frames of each chunk. Not
 covered: memory (vae_memory.py), bytes sent, and seconds.
@@ -48,15 +49,18 @@ class LatentSize:
 class VAESplit:
     """A latent cut into `space` parts along `axis` and, chunk by chunk, into `time` parts.
 
-    Part (t, s) is rank t * space + s of the plane; ranks from space * time on have none.
+    Part (t, s) is rank t * space + s of the plane; ranks from space * time on have none. Each part in space is done in
+    `tiles`, along the same axis.
 
-    Raises: ValueError if a part in space would be empty, or one in time shorter than others need.
+    Raises: ValueError if a part in space would be empty, or one in time shorter than others need, and for tiles of runs
+    in time.
     """
 
     size: LatentSize
     axis: SpaceAxis
     space: int
     time: int
+    tiles: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.space <= self.size.length(self.axis):
@@ -66,6 +70,10 @@ class VAESplit:
         if self.time < 1 or (self.time > 1 and self.size.frames < first_chunk(self.time)):
             raise ValueError(
                 f"{self.time} parts in time need {first_chunk(self.time)} latent frames, not {self.size.frames}"
+            )
+        if not 1 <= self.tiles <= self.shard(0).size or (self.tiles > 1 and self.time > 1):
+            raise ValueError(
+                f"{self.tiles} tiles do not fit into {self.shard(0).size} {self.axis.value}, or there are runs in time"
             )
 
     @property
@@ -88,6 +96,14 @@ class VAESplit:
     def shard(self, part: int) -> ShardRange:
         """Latent rows or columns of a part in space."""
         return shard_range(self.size.length(self.axis), parts=self.space, rank=part)
+
+    def tile_ranges(self, part: int) -> tuple[range, ...]:
+        """Latent rows or columns of a part's tiles, as many for every part; the last ones may be empty."""
+        shard = self.shard(part)
+        cuts = [
+            shard_range(shard.size, parts=self.tiles, rank=index) for index in range(self.tiles)
+        ]
+        return tuple(range(shard.start + cut.start, shard.start + cut.stop) for cut in cuts)
 
     def chunks(self) -> tuple[tuple[int, ...], ...]:
         """For each chunk the latent frames of each part in time, in the video's order."""
@@ -125,6 +141,10 @@ class VAESplit:
             reasons.append(
                 f"frames in {self.time} runs of {RUN} per chunk; {self.size.length(self.axis)} latent {axis} "
                 f"alone do not share out over {ranks} ranks"
+            )
+        if self.tiles > 1:
+            reasons.append(
+                f"each part in {self.tiles} tiles one after another, which takes longer but fits into memory"
             )
         if self.ranks < ranks:
             reasons.append(

@@ -30,6 +30,11 @@ def free_memory(device: torch.device) -> int:
     return free if limit == "max" else min(free, int(limit) - used)
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what is moved to host memory makes room on the device."""
+    return device.type == "cuda"
+
+
 def usable_memory(device: torch.device) -> int:
     """Free bytes of the device, with those that torch keeps for this process and has not given out."""
     kept = 0

@@ -6,6 +6,7 @@ or the cut's dim differ; a memory-mapped file would hide both the bytes read and
 
 from __future__ import annotations
 
+import ctypes
 import os
 from types import TracebackType
 
@@ -70,7 +71,7 @@ class TensorReader:
     def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int) -> None:
         dtype = TORCH_TYPES[entry.dtype]
         if flat.device.type == "cpu" and flat.dtype == dtype and flat.numel():
-            self._pread(entry.path, flat.view(torch.uint8).numpy().data, start)
+            self._pread(entry.path, memory_of(flat), start)
             return
         items = BUFFER_BYTES // dtype.itemsize
         for first in range(0, flat.numel(), items):
@@ -107,3 +108,9 @@ class TensorReader:
                 raise ModelFileError(f"{path} became shorter while it was read; load it again")
             done += got
             self.bytes_read += got
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which must outlive it. NumPy would forbid to move the storage later."""
+    bytes_of_it = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(bytes_of_it).cast("B")

@@ -1,9 +1,9 @@
 """One vote of all ranks, so that no rank enters a collective that another one will not reach.
 
-Covered: an error that only some ranks see, the decision to stop, and the end of a job. All three
-are the same collective (one all-reduce of four int64 on the CPU), so a rank that failed can join
-whatever vote its peers are at and be heard there. Not covered: a rank that is stuck or dead; the
-first needs the client's deadline, the second makes the vote raise.
+Covered: an error that only some ranks see, the decision to stop, a number that each rank has a say
+in, and the end of a job. All are the same collective (one all-reduce of four int64 on the CPU), so
+a rank that failed can join whatever vote its peers are at and be heard there. Not covered: a rank
+that is stuck or dead; the first needs the client's deadline, the second makes the vote raise.
 
 Only tensors of fixed size travel; nothing is pickled.
 """
@@ -49,6 +49,7 @@ class _Vote(IntEnum):
     ERROR = 0
     STOP = 1
     END = 2
+    LEAST = 3
 
 
 class Agreement:
@@ -82,11 +83,15 @@ class Agreement:
         JobCancelled, then the lowest rank's counts. Collectives: one all-reduce; after a failure
         one broadcast.
         """
-        self._vote(_Vote.ERROR, error, stop=False, timeout_s=None)
+        self._vote(_Vote.ERROR, error, number=0, timeout_s=None)
 
     def agree_stop(self, stop: bool) -> bool:
         """Whether any rank wants to stop. Raises as `agree` does if a rank failed meanwhile."""
-        return self._vote(_Vote.STOP, None, stop=stop, timeout_s=None)
+        return self._vote(_Vote.STOP, None, number=-int(stop), timeout_s=None) < 0
+
+    def agree_least(self, number: int) -> int:
+        """The least of the ranks' numbers, below 2**63. Raises as `agree` does if a rank failed meanwhile."""
+        return self._vote(_Vote.LEAST, None, number=number, timeout_s=None)
 
     def agree_end(self, error: Exception | None, *, timeout_s: float | None) -> None:
         """`agree` at the end of a job, for ranks that finished and those that raised unvoted.
@@ -94,22 +99,23 @@ class Agreement:
         Raises RuntimeError if a rank has not voted within `timeout_s` (None: the group's own
         limit).
         """
-        self._vote(_Vote.END, error, stop=False, timeout_s=timeout_s)
+        self._vote(_Vote.END, error, number=0, timeout_s=timeout_s)
 
     def _vote(
-        self, vote: _Vote, error: Exception | None, *, stop: bool, timeout_s: float | None
-    ) -> bool:
+        self, vote: _Vote, error: Exception | None, *, number: int, timeout_s: float | None
+    ) -> int:
+        """The least `number`."""
         # The smallest key names the rank whose error counts: real errors, then cancellations, then
         # none.
         none = 2 * self._size
         key = none
         if error is not None:
             key = self._rank + self._size * isinstance(error, JobCancelled)
-        ballot = torch.tensor([key, -int(stop), vote, -vote], dtype=torch.int64, device="cpu")
+        ballot = torch.tensor([key, number, vote, -vote], dtype=torch.int64, device="cpu")
         if self._group is not None:
             work = dist.all_reduce(ballot, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             _finish(work, timeout_s)
-        lowest_key, stopped, lowest_vote, highest_vote = ballot.tolist()
+        lowest_key, least, lowest_vote, highest_vote = ballot.tolist()
         if lowest_key < none:
             self._failure = self._share_failure(lowest_key % self._size, error)
             raise self._failure.error
@@ -118,7 +124,7 @@ class Agreement:
                 f"the ranks have run apart: rank {self._rank} votes on {vote.name}, another on "
                 f"{_Vote(lowest_vote).name if lowest_vote != vote else _Vote(-highest_vote).name}"
             )
-        return bool(stopped)
+        return int(least)
 
     def _share_failure(self, failed_rank: int, error: Exception | None) -> SharedFailure:
         report = torch.zeros(REPORT_BYTES, dtype=torch.uint8, device="cpu")

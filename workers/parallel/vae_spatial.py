@@ -10,11 +10,11 @@ Shape suffixes as in workers/vae/layers.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from workers.vae.layers import (
     Attention,
@@ -117,16 +117,44 @@ class GatheredAttention:
         return self.inner(q_nlc, k_nlc, v_nlc)
 
 
+class WidenedPart:
+    """A rank's part of feature maps and what it needs of other parts around it.
+
+    Shapes: BTHWC, `dim` from this rank's of `sizes` to the `held` positions. Collectives: one all-gather.
+    """
+
+    def __init__(self, space: AxisGroup, *, dim: int, sizes: tuple[int, ...], held: range) -> None:
+        self.space = space
+        self.dim = dim
+        self.sizes = sizes
+        self.held = held
+
+    def __call__(self, x_bthwc: Tensor) -> Tensor:
+        if self.space.size == 1:
+            return x_bthwc
+        whole = self.space.gather_rows(x_bthwc.transpose(0, self.dim), self.sizes)
+        held = whole[self.held.start : self.held.stop]
+        return held.transpose(0, self.dim).contiguous()  # lets go of the rest
+
+
 def apply_spatial_split(
-    vae: WanVAE, space: AxisGroup, *, dim: int, sizes: tuple[int, ...], across: int
+    vae: WanVAE,
+    space: AxisGroup,
+    *,
+    dim: int,
+    sizes: tuple[int, ...],
+    across: int,
+    only: Sequence[nn.Module] | None = None,
 ) -> None:
     """Let `vae` work on this rank's part of frames that are cut along `dim`.
 
-    sizes: the parts' latent rows or columns; across: the latent's length along the other axis. Holds no parameters:
-    it may be called again for another size. At size 1 the plain network is restored.
+    sizes: the parts' latent rows or columns; across: the latent's length along the other axis. only: what else than
+    all of `vae` is cut; the rest takes what it gets for whole frames. Holds no parameters: it may be called again for
+    another size. At size 1 the plain network is restored.
     """
-    is_cut = space.size > 1
+    cut = {module for part in ([vae] if only is None else only) for module in part.modules()}
     for module in vae.modules():
+        is_cut = space.size > 1 and module in cut
         if isinstance(module, FrameAttention):
             positions = tuple(size * across for size in sizes)
             module.attention = (

@@ -18,7 +18,9 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.vae_split import LatentSize
 
 from .layers import FrameHistory
+from .tiles import Tiling, decode_tile, encode_tile, encode_window
 from .wan22 import VAEConfig, WanVAE
+from .writer import Made, Writer, build_writer
 
 SPATIAL, TEMPORAL = 16, 4
 PICTURE_DTYPES = (torch.float32, torch.uint8)
@@ -31,6 +33,7 @@ class VAEShare:
     chunks: for each chunk of the video the frames of this device, none where only others have some.
     ends: how many frames are behind each chunk, those of all devices.
     new_history: makes what a run of these chunks remembers.
+    tiling: how to go over the part in tiles, if memory asks for it.
     """
 
     rows: range
@@ -38,6 +41,7 @@ class VAEShare:
     chunks: tuple[range, ...]
     ends: tuple[int, ...]
     new_history: Callable[[], FrameHistory] = FrameHistory
+    tiling: Tiling | None = None
 
     @staticmethod
     def whole(size: LatentSize) -> VAEShare:
@@ -115,45 +119,143 @@ def validate_encode(config: VAEConfig, frames: Tensor, latent: Tensor) -> None:
 
 
 def decode_chunks_into(
-    vae: WanVAE, latent: Tensor, frames: Tensor, *, share: VAEShare, device: torch.device
+    vae: WanVAE,
+    latent: Tensor,
+    frames: Tensor,
+    *,
+    share: VAEShare,
+    device: torch.device,
+    writer: Writer | None = None,
 ) -> Iterator[int]:
     """Decode this device's share of latent [B, C, T, h, w] (raw VAE space) into its share of `frames`.
 
-    Both are as `validate_decode` has them. Each sample goes through alone, so memory is that of one.
+    Both are as `validate_decode` has them. Each sample goes through alone, so memory is that of one. With tiles each
+    chunk comes several times, and what is yielded grows by less than a frame each time.
     """
+    writer = writer or build_writer(device)
     rows, columns = pixels_of(share.rows), pixels_of(share.columns)
     videos = frames.unflatten(0, (latent.shape[0], -1))[:, :, rows, columns]
     parts = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
+    decode = decode_whole if share.tiling is None else decode_tiles
     for index, (part, video) in enumerate(zip(parts, videos, strict=True)):
-        history = share.new_history()
-        for chunk, end in zip(share.chunks, share.ends, strict=True):
-            if chunk:
-                z = part[None, :, as_slice(chunk)].to(device)
-                pictures = vae.decode_chunk(z, history)[0].permute(1, 2, 3, 0)
-                video[frames_of(chunk)] = as_pixels(pictures, video.dtype)
+        for made, end in decode(vae, part, video, share, device):
+            yield writer.put(made, index * latent.shape[2] + end)
+    yield from writer.finish()
+
+
+Decoded = Iterator[tuple[Made | None, int]]
+"""What each step made, None where only others made something, and how many latent frames are decoded then."""
+
+
+def decode_whole(
+    vae: WanVAE, part: Tensor, video: Tensor, share: VAEShare, device: torch.device
+) -> Decoded:
+    """Decode part [C, T, h, w] of a sample, its place being video [F, H, W, 3]."""
+    history = share.new_history()
+    for chunk, end in zip(share.chunks, share.ends, strict=True):
+        made = None
+        if chunk:
+            z = part[None, :, as_slice(chunk)].to(device)
+            made = Made(
+                pictures=as_frames(vae.decode_chunk(z, history)), place=video[frames_of(chunk)]
+            )
+        history.next_chunk()
+        yield made, end
+
+
+def decode_tiles(
+    vae: WanVAE, part: Tensor, video: Tensor, share: VAEShare, device: torch.device
+) -> Decoded:
+    """`decode_whole` tile by tile, all frames in each, after what needs whole frames."""
+    tiling = share.tiling
+    assert tiling is not None
+    tiles, history = len(tiling.tiles), share.new_history()
+    middle = []
+    for chunk in share.chunks:
+        if chunk:
+            x = vae.decoder_input(part[None, :, as_slice(chunk)].to(device))
+            middle.append(tiling.widen(vae.decoder.enter(x, history)))
+        history.next_chunk()
+        yield None, 0
+    for index, tile in enumerate(tiling.tiles):
+        history = FrameHistory()
+        for step, (chunk, end) in enumerate(zip(share.chunks, share.ends, strict=True)):
+            made = None
+            if tile:
+                made = Made(
+                    pictures=as_frames(decode_tile(vae, middle[step], tile, tiling, history)),
+                    place=tile_of(video, tile, tiling)[frames_of(chunk)],
+                )
             history.next_chunk()
-            yield index * latent.shape[2] + end
+            yield made, (index * share.ends[-1] + end) // tiles
+
+
+def tile_of(video: Tensor, tile: range, tiling: Tiling) -> Tensor:
+    """A tile's place in the pictures [F, H, W, 3] of this device's part."""
+    pixels = pixels_of(range(tile.start - tiling.part.start, tile.stop - tiling.part.start))
+    return video.narrow(tiling.dim - 1, pixels.start, pixels.stop - pixels.start)
+
+
+def as_frames(pixels_bcfhw: Tensor) -> Tensor:
+    """Of one sample: [F, H, W, 3]."""
+    return pixels_bcfhw[0].permute(1, 2, 3, 0)
 
 
 def encode_chunks_into(
     vae: WanVAE, frames: Tensor, latent: Tensor, *, share: VAEShare, device: torch.device
 ) -> Iterator[int]:
     """Encode this device's share of `frames` to its share of the raw latent, as `validate_encode` has them."""
-    pictures = frames[:, pixels_of(share.rows), pixels_of(share.columns)]
     part = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
+    encode = encode_whole if share.tiling is None else encode_tiles
+    return encode(vae, frames, part, share, device)
+
+
+def encode_whole(
+    vae: WanVAE, frames: Tensor, part: Tensor, share: VAEShare, device: torch.device
+) -> Iterator[int]:
+    """Encode what belongs to part [1, C, T, h, w] of frames [F, H, W, 3], both in host memory."""
+    pictures = frames[:, pixels_of(share.rows), pixels_of(share.columns)]
     history = share.new_history()
     for chunk, end in zip(share.chunks, share.ends, strict=True):
         if chunk:
-            pixels = pictures[frames_of(chunk)].to(device).permute(3, 0, 1, 2).mul(2).sub_(1)
-            part[:, :, as_slice(chunk)] = vae.encode_chunk(pixels.unsqueeze(0), history)
+            pixels = as_pixel_input(pictures[frames_of(chunk)], device)
+            part[:, :, as_slice(chunk)] = vae.encode_chunk(pixels, history)
         history.next_chunk()
         yield end
 
 
-def as_pixels(pictures: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values from -1 to 1 as 0..1 in float32 or, rounded, as 0..255 in uint8. May overwrite `pictures`."""
-    values = pictures.float().add_(1).div_(2)
-    return values if dtype == torch.float32 else values.mul_(255).round_().to(dtype)
+def encode_tiles(
+    vae: WanVAE, frames: Tensor, part: Tensor, share: VAEShare, device: torch.device
+) -> Iterator[int]:
+    """`encode_whole` tile by tile, all frames in each, and then what needs whole frames."""
+    tiling = share.tiling
+    assert tiling is not None
+    rounds = len(tiling.tiles) + 1
+    middle: list[list[Tensor]] = [[] for _ in share.chunks]
+    for index, tile in enumerate(tiling.tiles):
+        history = FrameHistory()
+        window = encode_window(vae, tile, tiling)
+        for chunk, end, pieces in zip(share.chunks, share.ends, middle, strict=True):
+            if tile:
+                pictures = frames[frames_of(chunk)].narrow(
+                    tiling.dim - 1, window.start, len(window)
+                )
+                pixels = as_pixel_input(pictures, device)
+                pieces.append(encode_tile(vae, pixels, tile, tiling, history).clone())
+            history.next_chunk()
+            yield (index * share.ends[-1] + end) // rounds
+    history = share.new_history()
+    for chunk, end, pieces in zip(share.chunks, share.ends, middle, strict=True):
+        if chunk:
+            x = vae.encoder.leave(torch.cat(pieces, dim=tiling.dim), history)
+            part[:, :, as_slice(chunk)] = vae.mean_of(x)
+        history.next_chunk()
+        yield ((rounds - 1) * share.ends[-1] + end) // rounds
+
+
+def as_pixel_input(pictures: Tensor, device: torch.device) -> Tensor:
+    """Pictures [F, H, W, 3] in 0..1 as pixels [1, 3, F, H, W] in [-1, 1] on the device."""
+    return pictures.to(device).permute(3, 0, 1, 2).mul(2).sub_(1).unsqueeze(0)
 
 
 def as_slice(numbers: range) -> slice:

@@ -262,6 +262,11 @@ def unpatchify(x_bthwc: Tensor) -> Tensor:
     return x.permute(0, 4, 1, 2, 6, 3, 5).flatten(5).flatten(3, 4)
 
 
+def as_pictures(x_bthwc: Tensor) -> Tensor:
+    """The decoder's output [B, F, H/2, W/2, 12] as pixels [B, 3, F, H, W] in [-1, 1]. May overwrite it."""
+    return unpatchify(x_bthwc.clamp_(-1, 1))
+
+
 class DownStage(nn.Module):
     """Residual blocks and a downsampling step, around an averaging shortcut."""
 
@@ -339,7 +344,13 @@ class Encoder(nn.Module):
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         x_bthwc = self.conv1(x_bthwc, history)
-        for layer in (*self.downsamples, *self.middle):
+        for stage in self.downsamples:
+            x_bthwc = stage(x_bthwc, history)
+        return self.leave(x_bthwc, history)
+
+    def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
+        """What comes after the levels: all that lets a position see the whole frame."""
+        for layer in self.middle:
             x_bthwc = layer(x_bthwc, history)
         return norm_act_conv(self.head["0"], self.head["2"], x_bthwc, history)
 
@@ -356,9 +367,20 @@ class Decoder(nn.Module):
         self.head = _head(stages[-1].out_dim, PATCH_DIM)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
+        x_bthwc = self.enter(x_bthwc, history)
+        for stage in self.upsamples:
+            x_bthwc = stage(x_bthwc, history)
+        return self.leave(x_bthwc, history)
+
+    def enter(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
+        """What comes before the levels: all that lets a position see the whole frame."""
         x_bthwc = self.conv1(x_bthwc, history)
-        for layer in (*self.middle, *self.upsamples):
+        for layer in self.middle:
             x_bthwc = layer(x_bthwc, history)
+        return x_bthwc
+
+    def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
+        """What comes after the levels."""
         return norm_act_conv(self.head["0"], self.head["2"], x_bthwc, history)
 
 
@@ -397,8 +419,12 @@ class WanVAE(nn.Module):
 
         Shapes: [B, z_dim, T, h, w] -> [B, 3, 4 * T, 16 * h, 16 * w]; 3 frames fewer at the start.
         """
-        x_bthwc = self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
-        return unpatchify(self.decoder(x_bthwc, history).clamp_(-1, 1))
+        return as_pictures(self.decoder(self.decoder_input(z_bcthw), history))
+
+    def decoder_input(self, z_bcthw: Tensor) -> Tensor:
+        """[B, z_dim, T, h, w] -> [B, T, h, w, z_dim]."""
+        x_bthwc: Tensor = self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
+        return x_bthwc
 
     def encode_chunk(self, pixels_bcfhw: Tensor, history: FrameHistory) -> Tensor:
         """Encode the next F pixel frames of a run, in [-1, 1], to the raw mean.
@@ -406,8 +432,11 @@ class WanVAE(nn.Module):
         Shapes: [B, 3, F, H, W] -> [B, z_dim, F / 4, H / 16, W / 16]. F is 4 * k, at the start
         4 * k + 1 for k + 1 latent frames.
         """
-        moments_bthwc = self.conv1(self.encoder(patchify(pixels_bcfhw.to(self.dtype)), history))
-        mean_bthwc: Tensor = moments_bthwc[..., : self.config.z_dim]
+        return self.mean_of(self.encoder(patchify(pixels_bcfhw.to(self.dtype)), history))
+
+    def mean_of(self, x_bthwc: Tensor) -> Tensor:
+        """The encoder's output as the raw mean [B, z_dim, T, h, w]."""
+        mean_bthwc: Tensor = self.conv1(x_bthwc)[..., : self.config.z_dim]
         return mean_bthwc.movedim(-1, 1).contiguous()
 
     def decode_chunks(self, z_bcthw: Tensor) -> Iterator[Tensor]:

@@ -1,0 +1,58 @@
+"""What tests of the VAE on several ranks share: a small VAE, what one process makes with it, and rows of jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vae_programs import VAEJob, VAEJobEnd, run_vae_jobs
+
+from comfy_wan_dist.ipc.messages import VAESpec
+from comfy_wan_dist.mesh.vae_split import LatentSize
+from devtools.checkpoints import write_vae
+from devtools.mesh_runs import mesh_degrees, relative_error
+from devtools.rank_pool import RankPool
+from devtools.vae_runs import VAERun, build_seeded_vae, joined, make_inputs, vae_spec
+from workers.vae.wan22 import VAEConfig
+
+CONFIG = VAEConfig(z_dim=6, encoder_dim=8, decoder_dim=8)
+SMALL = LatentSize(frames=3, height=3, width=7)
+DECODE, ENCODE = 0, 1
+
+OneProcess = Callable[[LatentSize], tuple[Tensor, Tensor]]
+
+
+def build_one_process() -> OneProcess:
+    """Decoded frames and encoded latent of one process, for each size once."""
+    vae = build_seeded_vae(CONFIG)
+
+    @cache
+    def run(size: LatentSize) -> tuple[Tensor, Tensor]:
+        inputs = make_inputs(CONFIG, size)
+        with torch.inference_mode():
+            pictures = vae.decode(inputs.latent)[0].permute(1, 2, 3, 0)
+            pixels = inputs.frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
+            return (pictures + 1) / 2, vae.encode(pixels)
+
+    return run
+
+
+def errors(runs: list[VAERun], expected: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    decoded = joined([run.decoded for run in runs])
+    encoded = joined([run.encoded for run in runs])
+    return relative_error(decoded, expected[0]), relative_error(encoded, expected[1])
+
+
+def write_vae_file(folder: Path) -> VAESpec:
+    path = folder / "vae.safetensors"
+    write_vae(path, CONFIG, seed=2)
+    return vae_spec(path)
+
+
+def run_jobs(rank_pool: RankPool, mesh: str, spec: VAESpec, *jobs: VAEJob) -> list[list[VAEJobEnd]]:
+    """For each job how it ended on each rank."""
+    answers = rank_pool.run(mesh_degrees(mesh).world_size, run_vae_jobs, mesh, spec, jobs)
+    return [list(ends) for ends in zip(*answers, strict=True)]
