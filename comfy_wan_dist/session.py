@@ -26,8 +26,7 @@ from .ipc.messages import Progress, TensorRef
 from .ipc.shared import Parcel
 from .mesh.degrees import parse_mesh
 from .mesh.devices import parse_devices
-
-GIB = 2**30
+from .mesh.report import peak_text
 
 logger = logging.getLogger("comfy_wan_dist")
 
@@ -139,7 +138,7 @@ class Session:
                 f", {outcome.requests} requests in one run" if outcome.requests > 1 else "",
                 max(answer.seconds for answer in outcome.answers),
                 sum(answer.bytes_read for answer in outcome.answers),
-                ", ".join(f"{answer.peak_bytes / GIB:.2f}" for answer in outcome.answers),
+                peak_text(outcome.answers),
             )
         return outcomes
 

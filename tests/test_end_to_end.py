@@ -14,6 +14,7 @@ import signal
 import time
 import zlib
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ NODES = {
     ),
     "WanDistVAEDecode": (
         ["model", "vae_name", "samples", "vae_dtype", "image_dtype", "memory"],
-        ["images"],
+        ["images", "report"],
     ),
     "WanDistImageToVideoLatent": (
         [
@@ -93,6 +94,7 @@ NODES = {
             "vae_dtype",
             "start_image",
             "end_image",
+            "memory",
         ],
         ["latent"],
     ),
@@ -569,6 +571,45 @@ def test_interrupt_ends_sampling_within_a_step_and_the_group_goes_on(
     latent = latent_of(server, succeed(server, sampled_latent(seed=seed, steps=2, **big)))
     assert latent.isfinite().all()
     assert group_of(server) == group
+
+
+def test_interrupt_ends_a_decode_of_121_frames_within_a_chunk_and_the_group_goes_on(
+    server: ComfyServer, seed: int
+) -> None:
+    chunks, size = 31, {"width": 256, "height": 256}
+    run = BackgroundRun(server, image_to_video(seed=seed, steps=1, length=121, **size))
+    run.wait_for_steps(chunks // 2, maximum=chunks, node="decode")
+    group = group_of(server)
+    asked = time.monotonic()
+    server.interrupt()
+    result = run.result()
+    assert result.status == "interrupted"
+    events = [event for event in run.steps("decode") if event.data["max"] == chunks]
+    # Latent frames that are done: one after the other, and not to the end.
+    counted = [event.data["value"] for event in events]
+    assert counted == list(range(1, len(counted) + 1))
+    assert chunks // 2 <= len(counted) < chunks
+    times = [event.at_s for event in events]
+    chunk_s = max(later - earlier for earlier, later in pairwise(times))
+    (end,) = result.of_kind("execution_interrupted")
+    assert end.at_s - asked < chunk_s + 1.0
+    assert max(times) - asked < chunk_s + 0.5
+
+    graph = image_to_video(seed=seed, steps=1, length=5, **size)
+    pictures = succeed(server, graph).outputs["preview"]["images"]
+    assert len(pictures) == 5
+    assert group_of(server) == group
+
+
+def test_decode_reports_how_the_ranks_shared_the_frames(server: ComfyServer, seed: int) -> None:
+    graph = image_to_video(seed=seed, steps=1, length=5)
+    graph["text"] = node("PreviewAny", source=["decode", 1])
+    result = succeed(server, graph)
+    (text,) = result.outputs["text"]["text"]
+    assert text.startswith("VAE: columns in 3 parts of 2; the shorter side is left whole")
+    assert re.search(r"4 ranks, [\d.]+ s, \d+ bytes read from disk", text)
+    assert re.search(r"^peak memory by rank (0\.\d\d(, )?){4} GiB$", text, re.MULTILINE)
+    assert "vae_space" in text
 
 
 @pytest.mark.timeout(240)

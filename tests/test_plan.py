@@ -395,12 +395,18 @@ def test_job_text_adds_up_the_ranks() -> None:
     slower = replace(line, seconds=0.5)
     answers = [
         Done(
-            id="a", rank=rank, seconds=rank + 0.5, bytes_read=7, ledger=(line if rank else slower,)
+            id="a",
+            rank=rank,
+            seconds=rank + 0.5,
+            bytes_read=7,
+            ledger=(line if rank else slower,),
+            peak_bytes=(rank + 1) * 2**29,
         )
         for rank in (0, 1)
     ]
-    text = job_text(MeshDegrees(ulysses=2), answers)
+    text = job_text("mesh ulysses2", answers)
     assert text.splitlines()[0] == "mesh ulysses2, 2 ranks, 1.50 s, 14 bytes read from disk"
+    assert text.splitlines()[1] == "peak memory by rank 0.50, 1.00 GiB"
     assert text.splitlines()[-1].split() == [
         "ulysses",
         "all_to_all",
@@ -410,10 +416,10 @@ def test_job_text_adds_up_the_ranks() -> None:
         "1.00",
         "0.500",
     ]
-    shared = job_text(MeshDegrees(pp=2), answers, requests=3)
+    shared = job_text("mesh pp2", answers, requests=3)
     assert shared.splitlines()[0].endswith("bytes read from disk, 3 requests in one run")
     silent = [replace(answer, ledger=()) for answer in answers]
-    assert "nothing was sent" in job_text(MeshDegrees(), silent)
+    assert "nothing was sent" in job_text("mesh single", silent)
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ WIDGETS = {
         "length",
         "batch_size",
         "vae_dtype",
+        "memory",
     ],
     "WanDistLoadConditioning": ["file"],
     "CLIPLoader": ["clip_name", "type", "device"],

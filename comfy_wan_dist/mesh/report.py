@@ -16,6 +16,7 @@ from .traffic import transfers
 
 GB = 10**9
 MIB = 2**20
+GIB = 2**30
 ROWS = 12
 """Of the plan's table; the meshes that it names are always among them."""
 
@@ -183,18 +184,24 @@ def transfers_text(job: PlannedJob, mesh: MeshDegrees, rank: int) -> str:
     return "\n\n".join(parts)
 
 
-def job_text(mesh: MeshDegrees, answers: Sequence[Done], *, requests: int = 1) -> str:
-    """How a job went: its mesh, the slowest rank's time, what was read from disk, and what was sent.
+def job_text(how: str, answers: Sequence[Done], *, requests: int = 1) -> str:
+    """How a job went: the slowest rank's time, what was read from disk, each rank's memory, and what was sent.
 
-    requests: how many shared the run; the figures are of all of them.
+    how: it was cut. requests: how many shared the run; the figures are of all of them.
     """
     seconds = max((answer.seconds for answer in answers), default=0.0)
     read = sum(answer.bytes_read for answer in answers)
     shared = f", {requests} requests in one run" if requests > 1 else ""
     return (
-        f"mesh {mesh}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk{shared}\n"
+        f"{how}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk{shared}\n"
+        f"peak memory by rank {peak_text(answers)} GiB\n"
         + ledger_text([answer.ledger for answer in answers])
     )
+
+
+def peak_text(answers: Sequence[Done]) -> str:
+    """The ranks' peak memory in GiB."""
+    return ", ".join(f"{answer.peak_bytes / GIB:.2f}" for answer in answers)
 
 
 def ledger_text(ledgers: Sequence[Sequence[LedgerLine]]) -> str:

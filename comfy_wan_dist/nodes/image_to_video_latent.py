@@ -18,7 +18,7 @@ from ..ipc.errors import ConfigError
 from ..ipc.messages import EncodeRequest, VAESpec
 from ..mesh.flops import vae_flops
 from .load_model import CATEGORY, WanDistModel
-from .vae_decode import vae_dtype_input, vae_name_input
+from .vae_decode import memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 MAX_SIZE = 16384
 CHANNELS = 48
@@ -83,6 +83,7 @@ class ImageToVideoLatent(io.ComfyNode):
                     "scaled and cropped. Their latent frames are given like those of the start: the sampler keeps "
                     "them and takes them as free of noise. Wan2.2 was trained with a given start only.",
                 ),
+                memory_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -99,7 +100,9 @@ class ImageToVideoLatent(io.ComfyNode):
         vae_dtype: str,
         start_image: Tensor | None = None,
         end_image: Tensor | None = None,
+        memory: str = "auto",
     ) -> io.NodeOutput:
+        memory_bytes = parse_memory(memory)
         latent = torch.zeros(1, CHANNELS, latent_frames(length), height // 16, width // 16)
         if start_image is None and end_image is None:
             return io.NodeOutput({"samples": latent})
@@ -115,7 +118,9 @@ class ImageToVideoLatent(io.ComfyNode):
 
         async def encode(images: Tensor, name: str) -> Tensor:
             images = comfy_adapter.fit_images(images, width=width, height=height)
-            return await encode_images(job, f"{job.id}-{name}", spec, images)
+            return await encode_images(
+                job, f"{job.id}-{name}", spec, images, memory_bytes=memory_bytes
+            )
 
         async with session.open_session(planes) as job:
             if start is not None:
@@ -132,7 +137,9 @@ class ImageToVideoLatent(io.ComfyNode):
         )
 
 
-async def encode_images(job: session.Session, id: str, vae: VAESpec, images: Tensor) -> Tensor:
+async def encode_images(
+    job: session.Session, id: str, vae: VAESpec, images: Tensor, *, memory_bytes: int | None
+) -> Tensor:
     """Images [4k+1, H, W, 3] as a raw latent [1, C, k+1, H/16, W/16]."""
     frames, height, width, _ = images.shape
     request = EncodeRequest(
@@ -140,6 +147,7 @@ async def encode_images(job: session.Session, id: str, vae: VAESpec, images: Ten
         vae=vae,
         frames=job.send(images),
         result=job.reserve((1, CHANNELS, latent_frames(frames), height // 16, width // 16)),
+        memory_bytes=memory_bytes,
     )
     cost = vae_flops(frames=frames, height=height, width=width)
     await job.run([Piece(request=request, cost=cost)])

@@ -91,7 +91,7 @@ class Sampler(io.ComfyNode):
                 io.Latent.Output(display_name="latent"),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The mesh, the time, and what the GPUs sent to each other, as text.",
+                    tooltip="The mesh, the time, the memory, and what the GPUs sent to each other, as text.",
                 ),
             ],
         )
@@ -140,7 +140,7 @@ class Sampler(io.ComfyNode):
             work = build_pieces(job, sampling, resolved, planes[0].degrees)
             outcomes = await job.run(work.pieces)
             report = "\n\n".join(
-                job_text(mesh, outcome.answers, requests=outcome.requests)
+                job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
             )
             latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))

@@ -10,7 +10,9 @@ from ..group.scheduler import Piece
 from ..handle import DTYPES, ModelHandle, resolve_vae
 from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest
+from ..ipc.shared import split_ref
 from ..mesh.flops import vae_flops
+from ..mesh.report import job_text
 from .load_model import CATEGORY, WanDistModel
 
 GIB = 2**30
@@ -41,15 +43,16 @@ class VAEDecode(io.ComfyNode):
                     tooltip="What the GPUs write frames as. uint8: rounded to the 256 steps that saved pictures have, "
                     "in a quarter of the memory until all are there and become float32.",
                 ),
-                io.String.Input(
-                    "memory",
-                    default="auto",
-                    optional=True,
-                    tooltip="GiB that decoding may take on each GPU beside the models there, such as 4.5; GPUs share "
-                    "the frames accordingly. auto: what is free. A decode that cannot keep to it is refused.",
+                memory_input(),
+            ],
+            outputs=[
+                io.Image.Output(display_name="images"),
+                io.String.Output(
+                    display_name="report",
+                    tooltip="How the GPUs shared the frames, the time, the memory, and what they sent to each other, "
+                    "as text.",
                 ),
             ],
-            outputs=[io.Image.Output(display_name="images")],
         )
 
     @classmethod
@@ -69,18 +72,32 @@ class VAEDecode(io.ComfyNode):
         )
         latent = comfy_adapter.latent_samples(samples)
         batch, _, frames, height, width = latent.shape
-        images = batch * (4 * frames - 3)
+        # Videos of a batch go to whichever plane is free.
+        sizes = (1,) * batch if len(planes) > 1 else (batch,)
+        images = [size * (4 * frames - 3) for size in sizes]
         async with session.open_session(planes) as job:
-            request = DecodeRequest(
-                id=job.id,
-                vae=spec,
-                latent=job.send(latent),
-                result=job.reserve((images, 16 * height, 16 * width, 3), IMAGE_DTYPES[image_dtype]),
-                memory_bytes=memory_bytes,
+            result = job.reserve(
+                (sum(images), 16 * height, 16 * width, 3), IMAGE_DTYPES[image_dtype]
             )
-            cost = vae_flops(frames=images, height=16 * height, width=16 * width)
-            await job.run([Piece(request=request, cost=cost)])
-            return io.NodeOutput(comfy_adapter.as_image(job.tensor(request.result)))
+            parts = zip(job.send_split(latent, sizes), split_ref(result, images), strict=True)
+            pieces = [
+                Piece(
+                    request=DecodeRequest(
+                        id=f"{job.id}-{index}",
+                        vae=spec,
+                        latent=part,
+                        result=place,
+                        memory_bytes=memory_bytes,
+                    ),
+                    cost=vae_flops(frames=place.shape[0], height=16 * height, width=16 * width),
+                )
+                for index, (part, place) in enumerate(parts)
+            ]
+            outcomes = await job.run(pieces)
+            report = "\n\n".join(
+                job_text(f"VAE: {outcome.answers[0].note}", outcome.answers) for outcome in outcomes
+            )
+            return io.NodeOutput(comfy_adapter.as_image(job.tensor(result)), report)
 
 
 def parse_memory(text: str) -> int | None:
@@ -96,6 +113,17 @@ def parse_memory(text: str) -> int | None:
             f"memory is {text!r}; it must be auto or a number of GiB, such as 4.5, below {MOST_GIB}"
         )
     return round(gib * GIB)
+
+
+def memory_input() -> io.String.Input:
+    return io.String.Input(
+        "memory",
+        default="auto",
+        optional=True,
+        tooltip="GiB that the VAE may take on each GPU beside the models there, such as 4.5. To keep to it GPUs share "
+        "the frames otherwise, or go over them in exact tiles, which is slower. auto: what is free; then the model "
+        "itself may move to the computer's memory meanwhile.",
+    )
 
 
 def vae_name_input() -> io.Combo.Input:
