@@ -26,9 +26,9 @@ from comfy_wan_dist.model_file.header import (
     TensorEntry,
     read_model_file,
 )
-from comfy_wan_dist.model_file.wan import PREFIXES, expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.names import PREFIXES
+from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights
-from devtools.references import TRANSFORMER_NAMES, renamed
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 
@@ -528,10 +528,6 @@ def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
     )
 
 
-def diffusers_names() -> dict[str, tuple[int, ...]]:
-    return {renamed(name, TRANSFORMER_NAMES): shape for name, shape in wan_shapes().items()}
-
-
 def vae_names() -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in vae_weights(TINY_VAE, seed=0).items()}
 
@@ -539,7 +535,6 @@ def vae_names() -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("shapes", "guess"),
     [
-        (diffusers_names(), "it has the tensor names of a diffusers folder"),
         (vae_names(), "it looks like a VAE"),
         (
             {"encoder.block.0.layer.0.SelfAttention.q.weight": (4, 4)},

@@ -1,7 +1,6 @@
 """Recognise a Wan transformer by its tensors' names and shapes, never by its file name.
 
-Covers TI2V-5B (48 latent channels) with official names, bare or behind a known prefix. Other models are refused
-by name.
+Covers TI2V-5B (48 latent channels), under whatever names names.py knows. Other models are refused by name.
 Source: key table of the official Wan2.2 TI2V-5B checkpoint.
 """
 
@@ -15,8 +14,8 @@ from pathlib import Path
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import HEAD_DIM, WanShape
 from .header import ModelFile, TensorEntry
+from .names import find_naming, official_tensors
 
-PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "model.", "net.")
 LATENT_CHANNELS = 48
 WEIGHT_TYPES = ("F32", "F16", "BF16")
 
@@ -42,16 +41,12 @@ class WanFile:
 def read_wan_file(file: ModelFile) -> WanFile:
     """Recognise `file`. Raises ModelFileError naming what it is instead, or what it lacks."""
     label = Path(file.path).name
-    prefix = next((p for p in PREFIXES if p + "head.modulation" in file.entries), None)
-    if prefix is None:
+    naming = find_naming(file.entries)
+    if naming is None:
         raise ModelFileError(
             f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file"
         )
-    entries = {
-        name.removeprefix(prefix): entry
-        for name, entry in file.entries.items()
-        if name.startswith(prefix)
-    }
+    entries = official_tensors(file.entries, naming, label=label)
     for key, kind in SIBLINGS:
         if key in entries:
             raise ModelFileError(
@@ -167,8 +162,6 @@ def _name_by_channels(in_dim: int, dim: int) -> str:
 
 def _guess(file: ModelFile) -> str:
     names = file.entries.keys()
-    if any("condition_embedder" in name for name in names):
-        return "it has the tensor names of a diffusers folder"
     if any(name.startswith(("decoder.", "encoder.conv", "first_stage_model.")) for name in names):
         return "it looks like a VAE"
     if any("SelfAttention" in name or "self_attn.q_proj" in name for name in names):
