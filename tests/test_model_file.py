@@ -19,6 +19,7 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,
@@ -182,10 +183,8 @@ def test_other_kinds_of_file_are_refused_unopened(tmp_path: Path, name: str) -> 
     )
 
 
-def test_missing_file_and_folder_are_refused(file: Path) -> None:
+def test_missing_file_is_refused(file: Path) -> None:
     assert "No such file" in refusal(lambda: read_model_file(str(file)))
-    file.mkdir()
-    assert "cannot be read: Is a directory" in refusal(lambda: read_model_file(str(file)))
 
 
 def test_symlink_loop_is_refused(file: Path) -> None:
@@ -398,6 +397,126 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     )
     message = refusal(lambda: read_model_file(str(first)))
     assert f"{second.name} repeats the tensor 'head.modulation' of another shard" in message
+
+
+def test_shard_that_its_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    first, second, third = write_shards(tmp_path)
+    write_index(tmp_path, {"head.modulation": first.name, "head.head.weight": second.name})
+    message = refusal(lambda: read_model_file(str(third)))
+    assert message.startswith(f"{third.name} is none of the shards")
+
+
+def test_index_of_pickles_is_refused(tmp_path: Path) -> None:
+    first, *_ = write_shards(tmp_path)
+    (tmp_path / "x-00001-of-00001.bin").write_bytes(b"\x80\x04\x95")
+    write_index(tmp_path, {"head.modulation": "x-00001-of-00001.bin"})
+    message = refusal(lambda: read_model_file(str(first)))
+    assert "names x-00001-of-00001.bin; pickled checkpoints can run code" in message
+
+
+def test_index_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    first, *_ = write_shards(tmp_path)
+    os.truncate(write_index(tmp_path, {}), 2**40)  # sparse
+    assert "it has more than 16777216 bytes" in refusal(lambda: read_model_file(str(first)))
+
+
+# ---- folders
+
+
+def write_pipeline(folder: Path) -> Path:
+    """A pipeline as diffusers lays it out: a transformer in shards, a VAE and a text encoder."""
+    for name in ("transformer", "vae", "text_encoder"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+    (folder / "model_index.json").write_text("{}")
+    write_shards(folder / "transformer", parts=2)
+    save_file(vae_weights(TINY_VAE, seed=0), folder / "vae" / COMPONENT_FILE)
+    save_file({"x": torch.zeros(1)}, folder / "text_encoder" / "model.safetensors")
+    return folder
+
+
+def names_of(path: Path, component: str = "transformer") -> set[str]:
+    return set(read_model_file(str(path), component=component).entries)
+
+
+def test_folder_of_shards_is_the_model(tmp_path: Path) -> None:
+    paths = write_shards(tmp_path)
+    (tmp_path / "Wan2.2_VAE.pth").write_bytes(b"\x80\x04\x95")
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    by_folder, by_shard = read_model_file(str(tmp_path)), read_model_file(str(paths[0]))
+    assert by_folder == by_shard
+    assert by_folder.path == str(paths[0])
+    assert read_model_file(f"{tmp_path}/") == by_shard
+
+
+def test_folder_of_diffusers_is_the_component_asked_for(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "pipeline")
+    assert names_of(folder) == names_of(folder / "transformer") == set(wan_shapes())
+    assert names_of(folder, "vae") == names_of(folder / "vae", "vae") == set(vae_names())
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)
+    assert names_of(linked) == set(wan_shapes())
+
+
+def test_folder_of_one_file_is_that_file(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "any.safetensors")
+    assert read_model_file(str(tmp_path)).path == str(tmp_path / "any.safetensors")
+    save_file({"y": torch.zeros(1)}, tmp_path / COMPONENT_FILE)
+    assert names_of(tmp_path) == {"y"}  # what diffusers would take
+
+
+def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def message() -> str:
+        return refusal(lambda: read_model_file(str(folder)))
+
+    assert message() == "folder holds no .safetensors file; choose another folder"
+    for name in ("a.bin", "b.pth", "c.pt", "d.ckpt"):
+        (folder / name).write_bytes(b"\x80\x04\x95")
+    assert message().startswith("folder holds only a.bin, b.pth, c.pt and 1 more; pickled")
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file({"x": torch.zeros(1)}, folder / name)
+    assert message() == "folder holds x.safetensors, y.safetensors; choose one of them"
+
+
+def test_folder_of_shards_that_is_incomplete_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _, second, _ = write_shards(folder)
+    second.unlink()
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert f"names the shard {second.name}, which is not there" in message
+    index = write_index(folder, {})
+    assert f"{index.name} names shards that are no" in refusal(lambda: read_model_file(str(folder)))
+    index.write_text("{")
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert message.startswith(f"the index {index.name} cannot be read")
+    index.unlink()
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert "is one shard of several, but its index" in message
+
+
+def test_folder_of_diffusers_without_the_component_is_refused(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "pipeline")
+    (folder / "vae").rename(folder / "autoencoder")
+    message = refusal(lambda: read_model_file(str(folder), component="vae"))
+    assert message == "pipeline is a folder of diffusers without vae/; download it again"
+
+
+@pytest.mark.parametrize("place", ["", "transformer", "transformer/" + COMPONENT_FILE])
+def test_folder_with_links_in_a_circle_is_refused(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "folder"
+    if place:
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "model_index.json").write_text("{}")
+    link = folder / place
+    if link.is_dir():
+        link.rmdir()
+    link.symlink_to(link.name)
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert message.startswith(f"{link.name} cannot be read: Too many levels of symbolic links")
 
 
 # ---- recognition

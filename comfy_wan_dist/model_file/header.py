@@ -1,8 +1,8 @@
 """The header of safetensors files, read with distrust.
 
 A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands; a
-truncated or forged file fails here, before memory is allocated. Covers one file, and several with an index.
-Not covered: pickles (.pt, .pth, .ckpt, .bin), which are never opened, and GGUF.
+truncated or forged file fails here, before memory is allocated. Which files a model has is files.py's business.
+Not covered: GGUF.
 Source: safetensors format description (u64 header length, JSON header, tensor bytes).
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
+from .files import files_of
 
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_DIMS = 16
@@ -44,8 +44,6 @@ ITEM_BYTES = {
     "U64": 8,
 }
 
-SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
@@ -68,18 +66,14 @@ class ModelFile:
     mtime_ns: int
 
 
-def read_model_file(path: str) -> ModelFile:
-    """Read one safetensors file, or all files of the index that lies beside one of its shards.
+def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
+    """Read the model at `path`: a safetensors file, any shard of several, or a folder as files.py has it.
 
+    component: which subfolder is meant of a folder of diffusers. The result's path is that of a file.
     Raises ModelFileError: unreadable, not safetensors, truncated, overlapping, or a missing shard.
     """
     given = Path(path)
-    if given.suffix not in (".safetensors", ".sft"):
-        raise ModelFileError(
-            f"{given.name} is not a .safetensors file; pickled checkpoints can run code when opened and are never "
-            "loaded, so convert it to safetensors"
-        )
-    files = _shards_of(given)
+    files = files_of(given, component=component)
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
@@ -92,7 +86,8 @@ def read_model_file(path: str) -> ModelFile:
         entries.update(tensors)
         file_bytes += size
         mtime_ns = max(mtime_ns, modified)
-    return ModelFile(path=str(given), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
+    named = given if given in files else files[0]
+    return ModelFile(path=str(named), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
 
 
 def content_of(file: ModelFile) -> str:
@@ -120,36 +115,6 @@ def content_of(file: ModelFile) -> str:
                 f"{Path(file.path).name} cannot be read: {error.strerror or error}"
             ) from error
     return digest.hexdigest()
-
-
-def _shards_of(path: Path) -> list[Path]:
-    match = SHARD_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    index_path = path.with_name(f"{match['stem']}.safetensors.index.json")
-    try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFileError(
-            f"{path.name} is one shard of several, but its index {index_path.name} cannot be read ({error}); "
-            "put all shards and the index in one folder"
-        ) from error
-    if not all(
-        isinstance(name, str) and Path(name).name == name and SHARD_NAME.fullmatch(name)
-        for name in names
-    ):
-        raise ModelFileError(
-            f"{index_path.name} names shards that are no model files of its own folder; download the index again"
-        )
-    # os.path.isfile: no name makes it raise.
-    missing = [name for name in names if not os.path.isfile(path.with_name(name))]
-    if missing:
-        raise ModelFileError(
-            f"{index_path.name} names the shard {missing[0]}, which is not there; "
-            "put all shards in one folder"
-        )
-    return [path.with_name(name) for name in names]
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
