@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -124,6 +124,19 @@ def official_tensors(tensors: Mapping[str, T], naming: Naming, *, label: str) ->
             )
         renamed[official] = tensor
     return renamed
+
+
+def describe(names: Collection[str]) -> str:
+    """What a file with these names looks like, as a clause."""
+    if find_naming(names) is not None:
+        return "it is a Wan transformer"
+    if any(name.startswith(("decoder.", "encoder.conv", "first_stage_model.")) for name in names):
+        return "it looks like a VAE"
+    if any("SelfAttention" in name or "self_attn.q_proj" in name for name in names):
+        return "it looks like a text encoder"
+    if any("lora" in name for name in names):
+        return "it looks like a LoRA"
+    return f"its {len(names)} tensors have other names"
 
 
 def _is_parameter(name: str, is_diffusers: bool) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import HEAD_DIM, WanShape
 from .header import ModelFile, TensorEntry
-from .names import find_naming, official_tensors
+from .names import describe, find_naming, official_tensors
 
 LATENT_CHANNELS = 48
 WEIGHT_TYPES = ("F32", "F16", "BF16")
@@ -44,7 +44,7 @@ def read_wan_file(file: ModelFile) -> WanFile:
     naming = find_naming(file.entries)
     if naming is None:
         raise ModelFileError(
-            f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file"
+            f"{label} is not a Wan transformer: {describe(file.entries)}; choose a Wan2.2 TI2V-5B file"
         )
     entries = official_tensors(file.entries, naming, label=label)
     for key, kind in SIBLINGS:
@@ -158,14 +158,3 @@ def _name_by_channels(in_dim: int, dim: int) -> str:
     size = {5120: "14B", 1536: "1.3B"}.get(dim, f"width-{dim}")
     kinds = {16: f"a Wan {size} text-to-video model", 36: f"a Wan {size} image-to-video model"}
     return kinds.get(in_dim, f"a Wan variant of width {dim}")
-
-
-def _guess(file: ModelFile) -> str:
-    names = file.entries.keys()
-    if any(name.startswith(("decoder.", "encoder.conv", "first_stage_model.")) for name in names):
-        return "it looks like a VAE"
-    if any("SelfAttention" in name or "self_attn.q_proj" in name for name in names):
-        return "it looks like a text encoder"
-    if any("lora" in name for name in names):
-        return "it looks like a LoRA"
-    return f"its {len(names)} tensors have other names"
