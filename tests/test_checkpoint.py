@@ -24,6 +24,7 @@ from devtools.checkpoints import (
     TINY_VAE,
     transformer_weights,
     vae_weights,
+    write_shards,
     write_transformer,
 )
 from devtools.mesh_runs import (
@@ -123,13 +124,7 @@ def test_prefixed_file_loads_the_same(tmp_path: Path) -> None:
 
 def test_several_files_load_the_same_from_any_of_them(tmp_path: Path) -> None:
     weights = transformer_weights(SHAPE, seed=5)
-    paths = [tmp_path / f"m-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    weight_map: dict[str, str] = {}
-    for i, path in enumerate(paths):
-        part = {name: value for j, (name, value) in enumerate(weights.items()) if j % 3 == i}
-        save_file(part, path)
-        weight_map.update(dict.fromkeys(part, path.name))
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    paths = write_shards(tmp_path, weights, parts=3)
     for path in paths:
         model, _, _ = load(recognise(path), size=2, rank=1)
         for name, parameter in model.named_parameters():

@@ -29,7 +29,7 @@ from comfy_wan_dist.model_file.header import (
 )
 from comfy_wan_dist.model_file.names import PREFIXES
 from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
-from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights
+from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 
@@ -277,20 +277,8 @@ def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> 
 # ---- several files
 
 
-def write_shards(folder: Path, parts: int = 3) -> list[Path]:
-    """A model in `parts` files with an index, named as the official one."""
-    weights = transformer_weights(SHAPE, seed=1)
-    paths = [
-        folder / f"diffusion_pytorch_model-{i + 1:05}-of-{parts:05}.safetensors"
-        for i in range(parts)
-    ]
-    weight_map = {}
-    for i, path in enumerate(paths):
-        part = {name: value for j, (name, value) in enumerate(weights.items()) if j % parts == i}
-        save_file(part, path)
-        weight_map.update(dict.fromkeys(part, path.name))
-    write_index(folder, weight_map)
-    return paths
+def write_model_shards(folder: Path, parts: int = 3) -> list[Path]:
+    return write_shards(folder, transformer_weights(SHAPE, seed=1), parts=parts)
 
 
 def write_index(folder: Path, weight_map: object) -> Path:
@@ -300,7 +288,7 @@ def write_index(folder: Path, weight_map: object) -> Path:
 
 
 def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path)
+    paths = write_model_shards(tmp_path)
     for path in paths:
         model = read_model_file(str(path))
         assert model.file_bytes == sum(p.stat().st_size for p in paths)
@@ -310,7 +298,7 @@ def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
 
 
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
-    first, second, _ = write_shards(tmp_path)
+    first, second, _ = write_model_shards(tmp_path)
     second.unlink()
     message = refusal(lambda: read_model_file(str(first)))
     assert (
@@ -338,7 +326,7 @@ def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
 def test_index_that_names_no_model_file_of_its_folder_is_refused(
     tmp_path: Path, name: object
 ) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     for folder in (tmp_path, tmp_path.parent, tmp_path / "a"):
         folder.mkdir(exist_ok=True)
         save_file({"x": torch.zeros(1)}, folder / "x-00001-of-00003.safetensors")
@@ -348,7 +336,7 @@ def test_index_that_names_no_model_file_of_its_folder_is_refused(
 
 
 def test_shard_with_an_impossible_name_is_refused(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     for stem in ("x" * 235, "x\0"):
         write_index(tmp_path, {"head.modulation": f"{stem}-00001-of-00003.safetensors"})
         assert "which is not there" in refusal(lambda: read_model_file(str(first)))
@@ -375,14 +363,14 @@ def test_any_index_is_read_or_refused(
     "content", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\ufffd"]
 )
 def test_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(content)
     message = refusal(lambda: read_model_file(str(first)))
     assert "is one shard of several, but its index" in message
 
 
 def test_shard_without_index_is_refused(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").unlink()
     assert "put all shards and the index in one folder" in refusal(
         lambda: read_model_file(str(first))
@@ -390,7 +378,7 @@ def test_shard_without_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    first, second, _ = write_shards(tmp_path)
+    first, second, _ = write_model_shards(tmp_path)
     save_file(
         {"head.modulation": torch.zeros(1, 2, SHAPE.dim), "patch_embedding.bias": torch.zeros(128)},
         second,
@@ -400,14 +388,14 @@ def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 
 
 def test_shard_that_its_index_does_not_name_is_refused(tmp_path: Path) -> None:
-    first, second, third = write_shards(tmp_path)
+    first, second, third = write_model_shards(tmp_path)
     write_index(tmp_path, {"head.modulation": first.name, "head.head.weight": second.name})
     message = refusal(lambda: read_model_file(str(third)))
     assert message.startswith(f"{third.name} is none of the shards")
 
 
 def test_index_of_pickles_is_refused(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     (tmp_path / "x-00001-of-00001.bin").write_bytes(b"\x80\x04\x95")
     write_index(tmp_path, {"head.modulation": "x-00001-of-00001.bin"})
     message = refusal(lambda: read_model_file(str(first)))
@@ -415,7 +403,7 @@ def test_index_of_pickles_is_refused(tmp_path: Path) -> None:
 
 
 def test_index_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     os.truncate(write_index(tmp_path, {}), 2**40)  # sparse
     assert "it has more than 16777216 bytes" in refusal(lambda: read_model_file(str(first)))
 
@@ -429,7 +417,7 @@ def write_pipeline(folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text("{}")
     (folder / "model_index.json").write_text("{}")
-    write_shards(folder / "transformer", parts=2)
+    write_model_shards(folder / "transformer", parts=2)
     save_file(vae_weights(TINY_VAE, seed=0), folder / "vae" / COMPONENT_FILE)
     save_file({"x": torch.zeros(1)}, folder / "text_encoder" / "model.safetensors")
     return folder
@@ -440,7 +428,7 @@ def names_of(path: Path, component: str = "transformer") -> set[str]:
 
 
 def test_folder_of_shards_is_the_model(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path)
+    paths = write_model_shards(tmp_path)
     (tmp_path / "Wan2.2_VAE.pth").write_bytes(b"\x80\x04\x95")
     (tmp_path / "other.safetensors").write_bytes(b"")
     by_folder, by_shard = read_model_file(str(tmp_path)), read_model_file(str(paths[0]))
@@ -484,7 +472,7 @@ def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
 def test_folder_of_shards_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    _, second, _ = write_shards(folder)
+    _, second, _ = write_model_shards(folder)
     second.unlink()
     message = refusal(lambda: read_model_file(str(folder)))
     assert f"names the shard {second.name}, which is not there" in message
