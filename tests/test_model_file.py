@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from comfy_wan_dist.model_file.header import (
     MAX_HEADER_BYTES,
     ModelFile,
     TensorEntry,
+    content_of,
     read_model_file,
 )
 from comfy_wan_dist.model_file.names import PREFIXES
@@ -162,6 +165,28 @@ def test_damaged_header_is_refused(file: Path, header: object, message: str) -> 
     assert message in refusal(lambda: read_model_file(str(file)))
 
 
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":0},', b"0,", b'"",', b"[", b'{"a":'])
+def test_largest_header_is_refused_within_time_and_memory(file: Path, piece: bytes) -> None:
+    body = piece * (MAX_HEADER_BYTES // len(piece))
+    write_raw(file, b'{"x": [' + body[: MAX_HEADER_BYTES - 20] + b"0]}")
+    script = (
+        "import resource, sys\n"
+        "from comfy_wan_dist.ipc.errors import ModelFileError\n"
+        "from comfy_wan_dist.model_file.header import read_model_file\n"
+        "try:\n"
+        "    read_model_file(sys.argv[1])\n"
+        "except ModelFileError as error:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(str(error)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    peak_kib, length = map(int, done.stdout.split())
+    assert peak_kib < 2**21
+    assert length < 500
+
+
 def test_truncated_file_is_refused(file: Path) -> None:
     save_file({"x": torch.zeros(100)}, file)
     os.truncate(file, file.stat().st_size - 1)
@@ -255,8 +280,58 @@ def test_any_damage_to_a_real_file_is_read_or_refused(
     read_or_refuse(tmp_path_factory, bytes(content[:cut]))
 
 
-HEADER = json.dumps({"a": tensor(0, 8), "b": tensor(8, 16, dtype="F32", shape=[2])}).encode()
+GOOD = {"a": tensor(0, 8), "b": tensor(8, 16, dtype="F32", shape=[2]), "__metadata__": {"a": "b"}}
+HEADER = json.dumps(GOOD).encode()
 REAL = struct.pack("<Q", len(HEADER)) + HEADER + bytes(16)
+
+# What a JSON parser takes and nobody expects. NaN stands for itself.
+odd_values = json_values | st.sampled_from(
+    [
+        -1,
+        2**62,
+        10**400,
+        "x" * 10**5,
+        "\ud800",
+        "a\nb",
+        [0] * 10**5,
+        [2**61, 0],
+        {"x" * 10**4: [[[[[]]]]]},
+    ]
+)
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in `value` with each of its keys."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    return [(value, key) for key in keys] + [
+        place for key in keys for place in places_in(value[key])
+    ]
+
+
+@given(st.data())
+def test_any_change_to_a_real_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    header = json.loads(HEADER)
+    for _ in range(data.draw(st.integers(1, 3))):
+        if not (places := places_in(header)):
+            break
+        owner, key = data.draw(st.sampled_from(places))
+        match data.draw(st.sampled_from(["change", "remove", "rename", "copy"])):
+            case "change":
+                owner[key] = data.draw(odd_values)
+            case "remove":
+                del owner[key]
+            case "rename" if isinstance(owner, dict):
+                owner[str(data.draw(odd_values))] = owner.pop(key)
+            case "copy" if isinstance(owner, dict):
+                owner[f"{key}2"] = owner[key]
+    raw = json.dumps(header).encode()
+    if data.draw(st.booleans()):  # a name that occurs twice
+        raw = raw[:-1] + b', "a": ' + json.dumps(tensor(0, 0)).encode() + b"}"
+    read_or_refuse(tmp_path_factory, struct.pack("<Q", len(raw)) + raw + bytes(16))
 
 
 def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -264,9 +339,18 @@ def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> 
     path.write_bytes(content)
     try:
         model = read_model_file(str(path))
-    except ModelFileError:
+    except ModelFileError as error:
+        message = str(error)
+    else:
+        assert_tiles(model, content)
+        content_of(model)
         return
-    # What is accepted tiles the file.
+    assert "\n" not in message
+    assert len(message) < 1000
+
+
+def assert_tiles(model: ModelFile, content: bytes) -> None:
+    """What is accepted lies in the file without gaps."""
     position = 8 + struct.unpack("<Q", content[:8])[0]
     for entry in sorted(model.entries.values(), key=lambda entry: (entry.start, entry.stop)):
         assert entry.start == position
@@ -302,9 +386,12 @@ def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     second.unlink()
     message = refusal(lambda: read_model_file(str(first)))
     assert (
-        f"names the shard {second.name}, which is not there; put all shards in one folder"
+        f"names the shard '{second.name}', which is not there; put all shards in one folder"
         in message
     )
+    second.symlink_to(second.name)
+    message = refusal(lambda: read_model_file(str(first)))
+    assert f"'{second.name}', which is a link that leads nowhere; put" in message
 
 
 @pytest.mark.parametrize(
@@ -399,7 +486,7 @@ def test_index_of_pickles_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x-00001-of-00001.bin").write_bytes(b"\x80\x04\x95")
     write_index(tmp_path, {"head.modulation": "x-00001-of-00001.bin"})
     message = refusal(lambda: read_model_file(str(first)))
-    assert "names x-00001-of-00001.bin; pickled checkpoints can run code" in message
+    assert "names 'x-00001-of-00001.bin'; pickled checkpoints can run code" in message
 
 
 def test_index_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
@@ -463,10 +550,10 @@ def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
     assert message() == "folder holds no .safetensors file; choose another folder"
     for name in ("a.bin", "b.pth", "c.pt", "d.ckpt"):
         (folder / name).write_bytes(b"\x80\x04\x95")
-    assert message().startswith("folder holds only a.bin, b.pth, c.pt and 1 more; pickled")
+    assert message().startswith("folder holds only 'a.bin', 'b.pth', 'c.pt' and 1 more; pickled")
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"x": torch.zeros(1)}, folder / name)
-    assert message() == "folder holds x.safetensors, y.safetensors; choose one of them"
+    assert message() == "folder holds 'x.safetensors', 'y.safetensors'; choose one of them"
 
 
 def test_folder_of_shards_that_is_incomplete_is_refused(tmp_path: Path) -> None:
@@ -475,7 +562,7 @@ def test_folder_of_shards_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     _, second, _ = write_model_shards(folder)
     second.unlink()
     message = refusal(lambda: read_model_file(str(folder)))
-    assert f"names the shard {second.name}, which is not there" in message
+    assert f"names the shard '{second.name}', which is not there" in message
     index = write_index(folder, {})
     assert f"{index.name} names shards that are no" in refusal(lambda: read_model_file(str(folder)))
     index.write_text("{")
@@ -572,7 +659,16 @@ def test_missing_tensor_that_tells_the_shape_is_named(name: str) -> None:
 )
 def test_extra_tensor_is_refused_by_name(name: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: (1,)})))
-    assert f"the first is {name}; it is another kind of model" in message
+    assert f"has 1 tensors that Wan2.2 TI2V does not have, '{name}'; it is another kind" in message
+
+
+def test_extra_tensors_are_listed() -> None:
+    extra = {f"blocks.0.extra{i}": (1,) for i in range(5)}
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes() | extra)))
+    listed = "'blocks.0.extra0', 'blocks.0.extra1', 'blocks.0.extra2' and 2 more"
+    assert f"has 5 tensors that Wan2.2 TI2V does not have, {listed}; it is" in message
+    long = {"blocks.0." + "x\n" * 1000: (1,)}
+    assert "1 tensors" in refusal(lambda: read_wan_file(model_file(wan_shapes() | long)))
 
 
 @pytest.mark.parametrize(
@@ -583,6 +679,9 @@ def test_extra_tensor_is_refused_by_name(name: str) -> None:
         ("head.modulation", (2, 128), "head.modulation has shape [2, 128]; it must have 3 dims"),
         ("head.modulation", (1, 2, 130), "width 130, which is no multiple of 128"),
         ("head.modulation", (1, 2, 0), "width 0"),
+        ("blocks.0.ffn.0.weight", (0, 128), "widths that no Wan model has: ffn_dim 0, text_dim 16"),
+        ("text_embedding.0.weight", (128, 0), "text_dim 0, freq_dim 8; download it again"),
+        ("time_embedding.0.weight", (128, 7), "freq_dim 7;"),
         ("patch_embedding.weight", (128, 192), "must have 5 dims"),
         ("text_embedding.0.weight", (), "must have 2 dims"),
     ],

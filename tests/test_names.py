@@ -148,6 +148,6 @@ def test_tensor_under_two_names_is_refused(rename: Callable[[str], str]) -> None
     naming = Naming(prefix="", is_diffusers=True)
     tensors |= {"proj_out.weight": torch.Size(), "head.head.weight": torch.Size()}
     with pytest.raises(
-        ModelFileError, match=r"x holds the tensor head\.head\.weight under two names"
+        ModelFileError, match=r"x holds the tensor 'head\.head\.weight' under two names"
     ):
         official_tensors(tensors, naming, label="x")

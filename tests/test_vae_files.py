@@ -137,14 +137,19 @@ def without(name: str) -> dict[str, Tensor]:
             lambda: without("decoder.upsamples.0.upsamples.0.residual.2.weight"),
             "lacks the tensor decoder.upsamples.0.upsamples.0.residual.2.weight",
         ),
-        (lambda: without("") | {"extra": torch.zeros(1)}, "the first is extra"),
+        (lambda: without("") | {"extra": torch.zeros(1)}, "VAE does not have, 'extra';"),
+        (lambda: without("") | {"empty": torch.zeros(0)}, "has 197 tensors, or empty ones"),
+        (
+            lambda: without("") | {str(i): torch.zeros(1) for i in range(900)},
+            "has 1096 tensors, or empty ones",
+        ),
         (
             lambda: without("") | {"conv2.weight": torch.zeros(48, 48, 1, 1, 2)},
             "conv2.weight of the VAE file has shape [48, 48, 1, 1, 2]",
         ),
         (
             lambda: without("") | {"conv2.bias": torch.zeros(48).to(torch.float8_e4m3fn)},
-            "file.safetensors stores conv2.bias as F8_E4M3; a VAE may have F32, F16, BF16",
+            "file.safetensors stores 'conv2.bias' as F8_E4M3; a VAE may have F32, F16, BF16",
         ),
         (
             lambda: of_diffusers(TINY_VAE) | {"conv1.bias": torch.zeros(96)},

@@ -10,10 +10,10 @@ import errno
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
+from .shown import listed, shown
 
 SUFFIXES = (".safetensors", ".sft")
 PICKLE_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
@@ -82,9 +82,9 @@ def _model_in(folder: Path, component: str) -> Path:
     if len(found) == 1:
         return folder / found[0]
     if found:
-        raise ModelFileError(f"{folder.name} holds {_listed(found)}; choose one of them")
+        raise ModelFileError(f"{folder.name} holds {listed(found)}; choose one of them")
     if pickled := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
-        raise ModelFileError(f"{folder.name} holds only {_listed(pickled)}; {NO_PICKLES}")
+        raise ModelFileError(f"{folder.name} holds only {listed(pickled)}; {NO_PICKLES}")
     raise ModelFileError(f"{folder.name} holds no .safetensors file; choose another folder")
 
 
@@ -105,7 +105,7 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
             f"{what} cannot be read ({error}); put all shards and the index in one folder"
         ) from error
     if pickled := [name for name in names if str(name).endswith(PICKLE_SUFFIXES)]:
-        raise ModelFileError(f"{index.name} names {pickled[0]}; {NO_PICKLES}")
+        raise ModelFileError(f"{index.name} names {shown(pickled[0])}; {NO_PICKLES}")
     if not names or not all(_is_plain(name) for name in names):
         raise ModelFileError(
             f"{index.name} names shards that are no model files of its own folder; download the index again"
@@ -113,8 +113,10 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
     # os.path.isfile: no name makes it raise.
     missing = [name for name in names if not os.path.isfile(index.with_name(name))]
     if missing:
+        is_link = os.path.islink(index.with_name(missing[0]))
+        what = "a link that leads nowhere" if is_link else "not there"
         raise ModelFileError(
-            f"{index.name} names the shard {missing[0]}, which is not there; put all shards in one folder"
+            f"{index.name} names the shard {shown(missing[0])}, which is {what}; put all shards in one folder"
         )
     if shard is not None and shard.name not in names:
         raise ModelFileError(
@@ -126,8 +128,3 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
 def _is_plain(name: object) -> bool:
     """Whether it is a model file's name and leads nowhere."""
     return isinstance(name, str) and Path(name).name == name and name.endswith(SUFFIXES)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -21,8 +21,10 @@ from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
 from .files import files_of
+from .shown import shown
 
-MAX_HEADER_BYTES = 100 * 2**20
+# Far more than the header of any model, and little enough to be parsed in memory.
+MAX_HEADER_BYTES = 32 * 2**20
 MAX_DIMS = 16
 PIECE_BYTES = 4096
 
@@ -81,7 +83,7 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
         size, modified, tensors = _read_header(file)
         if twice := entries.keys() & tensors.keys():
             raise ModelFileError(
-                f"{file.name} repeats the tensor {min(twice)!r} of another shard; download it again"
+                f"{file.name} repeats the tensor {shown(min(twice))} of another shard; download it again"
             )
         entries.update(tensors)
         file_bytes += size
@@ -102,7 +104,7 @@ def content_of(file: ModelFile) -> str:
         files: dict[str, BinaryIO] = {}
         try:
             for name, entry in entries:
-                digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+                digest.update(f"{name!a} {entry.dtype} {entry.shape}\n".encode())
                 if len(entry.shape) < 2:
                     continue
                 if entry.path not in files:
@@ -159,11 +161,12 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(
-            f"{path.name}: the header entry of {name!r} is incomplete; the file is damaged"
+            f"{path.name}: the header entry of {shown(name)} is incomplete; the file is damaged"
         ) from error
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelFileError(
-            f"{path.name}: {name!r} has the type {dtype!r}, which is not known; known are {', '.join(ITEM_BYTES)}"
+            f"{path.name}: {shown(name)} has the type {shown(dtype)}, which is not known; known are "
+            f"{', '.join(ITEM_BYTES)}"
         )
     well_formed = (
         isinstance(shape, list)
@@ -172,8 +175,8 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
     )
     if not well_formed or stop - start != prod(shape) * ITEM_BYTES[dtype]:
         raise ModelFileError(
-            f"{path.name}: {name!r} has shape {shape} and type {dtype}, which do not give its bytes "
-            f"{start}..{stop}; the file is damaged"
+            f"{path.name}: {shown(name)} has shape {shown(shape)} and type {dtype}, which do not give its bytes "
+            f"{shown(start)}..{shown(stop)}; the file is damaged"
         )
     return TensorEntry(
         dtype=dtype,
@@ -195,7 +198,7 @@ def _require_exact_cover(
                 if entry.start < position
                 else "leaves a gap before it"
             )
-            raise ModelFileError(f"{path.name}: {name!r} {kind}; the file is damaged")
+            raise ModelFileError(f"{path.name}: {shown(name)} {kind}; the file is damaged")
         position = entry.stop
     if position != file_bytes:
         raise ModelFileError(

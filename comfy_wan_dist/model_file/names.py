@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ..ipc.errors import ModelFileError
+from .shown import shown
 
 T = TypeVar("T")
 
@@ -120,7 +121,8 @@ def official_tensors(tensors: Mapping[str, T], naming: Naming, *, label: str) ->
             continue
         if official in renamed:
             raise ModelFileError(
-                f"{label} holds the tensor {official} under two names, one of them {name}; download it again"
+                f"{label} holds the tensor {shown(official)} under two names, one of them {shown(name)}; "
+                "download it again"
             )
         renamed[official] = tensor
     return renamed

@@ -15,6 +15,7 @@ from ..ipc.errors import ModelFileError
 from ..mesh.shape import HEAD_DIM, WanShape
 from .header import ModelFile, TensorEntry
 from .names import describe, find_naming, official_tensors
+from .shown import listed, shown
 
 LATENT_CHANNELS = 48
 WEIGHT_TYPES = ("F32", "F16", "BF16")
@@ -56,7 +57,7 @@ def read_wan_file(file: ModelFile) -> WanFile:
     wrong_type = next((n for n, e in entries.items() if e.dtype not in WEIGHT_TYPES), None)
     if wrong_type is not None:
         raise ModelFileError(
-            f"{label} stores {wrong_type!r} as {entries[wrong_type].dtype}; this version loads "
+            f"{label} stores {shown(wrong_type)} as {entries[wrong_type].dtype}; this version loads "
             f"{', '.join(WEIGHT_TYPES)}, so choose a 16- or 32-bit file"
         )
     _require_parameters(entries, shape, label)
@@ -124,7 +125,7 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
     }
     if not blocks:
         raise ModelFileError(f"{label} has no blocks; the file is incomplete: download it again")
-    return WanShape(
+    shape = WanShape(
         dim=dim,
         ffn_dim=dims("blocks.0.ffn.0.weight", 2)[0],
         num_layers=max(blocks) + 1,
@@ -133,6 +134,12 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
         text_dim=dims("text_embedding.0.weight", 2)[1],
         freq_dim=dims("time_embedding.0.weight", 2)[1],
     )
+    if 0 in (shape.ffn_dim, shape.text_dim, shape.freq_dim) or shape.freq_dim % 2:
+        raise ModelFileError(
+            f"{label} has widths that no Wan model has: ffn_dim {shape.ffn_dim}, text_dim {shape.text_dim}, "
+            f"freq_dim {shape.freq_dim}; download it again"
+        )
+    return shape
 
 
 def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, label: str) -> None:
@@ -144,7 +151,7 @@ def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, lab
         )
     if extra := sorted(entries.keys() - expected.keys()):
         raise ModelFileError(
-            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, the first is {extra[0]}; "
+            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, {listed(extra)}; "
             "it is another kind of model"
         )
     for name, want in expected.items():

@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.shown import shown
 from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
 from comfy_wan_dist.model_file.wan import LATENT_CHANNELS
 from workers.vae.run import SPATIAL, TEMPORAL
@@ -17,11 +18,16 @@ from workers.vae.wan22 import VAEConfig, WanVAE
 from .allocate import allocate_parameters
 from .reader import TORCH_TYPES, TensorReader
 
+# The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
+MOST_TENSORS = 1000
+
 
 def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
     """The VAE in `path` and the bytes read. Raises ModelFileError."""
     label = Path(path).name
     entries = official_vae_tensors(read_model_file(path).entries, label=label)
+    if len(entries) > MOST_TENSORS or any(0 in entry.shape for entry in entries.values()):
+        raise ModelFileError(f"{label} has {len(entries)} tensors, or empty ones; {REMEDY}")
     config = VAEConfig.from_shapes({name: entry.shape for name, entry in entries.items()})
     if config.z_dim != LATENT_CHANNELS:
         raise ModelFileError(
@@ -35,7 +41,7 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
     for name, entry in entries.items():
         if entry.dtype not in TORCH_TYPES:
             raise ModelFileError(
-                f"{label} stores {name} as {entry.dtype}; a VAE may have {', '.join(TORCH_TYPES)}, so {REMEDY}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(TORCH_TYPES)}, so {REMEDY}"
             )
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)

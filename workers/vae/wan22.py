@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.model_file.shown import listed
 from workers.vae.layers import (
     CausalConv3d,
     ChannelNorm,
@@ -137,8 +138,8 @@ class VAEConfig:
         extra = sorted(shapes.keys() - expected.keys())
         if extra:
             raise ModelFileError(
-                f"The VAE file has {len(extra)} tensors that a Wan2.2 VAE does not have, the "
-                f"first is {extra[0]}; {_REMEDY}."
+                f"The VAE file has {len(extra)} tensors that a Wan2.2 VAE does not have, "
+                f"{listed(extra)}; {_REMEDY}."
             )
         for name, shape in expected.items():
             if tuple(shapes[name]) != shape:
