@@ -51,7 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(command=run_plan)
     plan.add_argument(
-        "--model", default="ti2v-5b", help=f"{', '.join(KNOWN_MODELS)}, or a safetensors file"
+        "--model",
+        default="ti2v-5b",
+        help=f"{', '.join(KNOWN_MODELS)}, or a safetensors file or model folder",
     )
     plan.add_argument(
         "--size", default="704x1280", help="height x width in pixels (default: %(default)s)"
@@ -201,10 +203,10 @@ def model_shape(model: str) -> WanShape:
     """The shape of a known model or of a file's. Raises ModelFileError, ConfigError."""
     if model.lower() in KNOWN_MODELS:
         return KNOWN_MODELS[model.lower()]
-    if not Path(model).is_file():
+    if not Path(model).exists():
         raise ConfigError(
             f"model {model!r} is neither known nor a file; use {', '.join(KNOWN_MODELS)}, or the path of a "
-            "safetensors file"
+            "safetensors file or of a model's folder"
         )
     return read_wan_file(read_model_file(model)).shape
 

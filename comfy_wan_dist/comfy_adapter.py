@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .ipc.errors import ConfigError
 from .mesh.devices import DeviceList
+from .model_list import folder_named, listed_names
 from .schedules import Schedule, flow_timesteps, wan_official
 
 Latent = Mapping[str, Any]
@@ -34,24 +35,41 @@ Conditioning = Sequence[Sequence[Any]]
 OFFICIAL_SCHEDULER = "wan_official"
 SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
 FILE_FOLDER_LABELS = ("input", "output")
+COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
+"""What diffusers calls the models in ComfyUI's folders."""
 
 # ---- folders ---------------------------------------------------------------------------------------------------
 
 
 def list_models(folder: str) -> list[str]:
-    """File names of a model folder such as `diffusion_models` or `vae`."""
-    names: list[str] = folder_paths.get_filename_list(folder)
-    return names
+    """Names of the models in a folder of COMPONENTS and in that for diffusers; model_list.py says which."""
+    return listed_names(
+        folder_paths.get_filename_list(folder),
+        folder_paths.get_folder_paths(folder),
+        folder_paths.get_folder_paths("diffusers"),
+        component=COMPONENTS[folder],
+    )
 
 
 def model_path(folder: str, name: str) -> str:
-    """Full path of a model file. Raises ConfigError when it is gone."""
-    path = folder_paths.get_full_path(folder, name)
+    """Full path of a model, a file or a folder. Raises ConfigError when it is gone."""
+    path = folder_named(
+        name, folder_paths.get_folder_paths(folder), folder_paths.get_folder_paths("diffusers")
+    ) or folder_paths.get_full_path(folder, name)
     if path is None:
         raise ConfigError(
             f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again"
         )
     return str(path)
+
+
+def validate_model_name(folder: str, name: str) -> str | bool:
+    """For a node's `validate_inputs`, which thereby takes names that are good but not listed."""
+    try:
+        model_path(folder, name)
+    except ConfigError as error:
+        return str(error)
+    return True
 
 
 def list_conditioning() -> list[str]:

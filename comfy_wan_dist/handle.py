@@ -25,7 +25,7 @@ FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelHandle:
-    """A transformer file and how to spread it. All fields are as the loader's widgets say.
+    """A transformer's file or folder and how to spread it. All fields are as the loader's widgets say.
 
     devices: on each machine. head_address: of this one, for the others; read only if there are any.
     """
@@ -106,8 +106,8 @@ def resolve_model(
 
 
 def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
-    """The VAE file as a job names it. Raises ModelFileError."""
-    file = read_model_file(path)
+    """The VAE at `path`, a file or folder, as a job names it. Raises ModelFileError."""
+    file = read_model_file(path, component="vae")
     file_dtype = next((entry.dtype for entry in file.entries.values()), "F32")
     return VAESpec(
         path=file.path,

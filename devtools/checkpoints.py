@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import WanShape
@@ -44,6 +45,18 @@ def write_vae(
     path: Path, config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> None:
     _write_weights(path, expected_shapes(config), seed=seed, dtype=dtype)
+
+
+def write_shards(folder: Path, weights: Mapping[str, Tensor], *, parts: int) -> list[Path]:
+    """These weights in `parts` files with an index, named as the official ones; returns the files."""
+    stem = "diffusion_pytorch_model"
+    paths = [folder / f"{stem}-{i + 1:05}-of-{parts:05}.safetensors" for i in range(parts)]
+    weight_map = {name: paths[i % parts] for i, name in enumerate(weights)}
+    for path in paths:
+        save_file({name: weights[name] for name in weights if weight_map[name] == path}, path)
+    index = {"metadata": {}, "weight_map": {name: path.name for name, path in weight_map.items()}}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    return paths
 
 
 def _random_weights(

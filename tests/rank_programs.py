@@ -6,8 +6,9 @@ parity check notices it.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 from unittest import mock
@@ -20,7 +21,10 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
 from comfy_wan_dist.mesh.shape import LatentGrid
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.mesh_runs import (
+    CPU,
     ForwardRun,
     Inputs,
     LocalJob,
@@ -30,12 +34,14 @@ from devtools.mesh_runs import (
     forward_rank,
     mesh_degrees,
 )
+from workers.checkpoint.load import build_model, load_weights
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, mean_square
 from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
 from workers.parallel.fsdp import BookedGather, local_part
+from workers.parallel.groups import PlaneGroups
 from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
 
@@ -285,6 +291,32 @@ def held_weight_bytes(
         for parameter in runner._model.loaded.model.parameters()
     )
     return sum(storage.nbytes() for storage in storages)
+
+
+def loaded_digests(
+    rank: int, mesh: str, paths: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, str]:
+    """By the name of each model: digest of every parameter that this rank holds after loading it, bit for bit."""
+    degrees = mesh_degrees(mesh)
+    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
+    digests = {}
+    for name, path in paths.items():
+        file = read_wan_file(read_model_file(path))
+        model = build_model(
+            file.shape,
+            pp=groups.pp,
+            tp=groups.tp,
+            fsdp=groups.fsdp,
+            dtype=dtypes[name],
+            device=CPU,
+        )
+        load_weights(model, file, tp=groups.tp, fsdp=groups.fsdp, report=lambda done, total: None)
+        digest = hashlib.sha256()
+        for parameter, value in sorted(model.named_parameters()):
+            digest.update(f"{parameter} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 class StoppingJob(LocalJob):

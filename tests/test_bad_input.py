@@ -6,6 +6,9 @@ ComfyUI's folders. Every case runs in a real ComfyUI whose group has the model l
 
 from __future__ import annotations
 
+import json
+import os
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ import graphs
 import pytest
 import torch
 from comfy_kit import BackgroundRun, bytes_read, error_of, group_of, groups_of, succeed
+from diffusers import AutoencoderKLWan
 from graphs import (
     IMAGE,
     MODEL,
@@ -34,8 +38,9 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.memory import weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import expected_parameters
-from devtools.checkpoints import write_transformer
+from devtools.checkpoints import write_shards, write_transformer, write_vae
 from devtools.comfy_server import ComfyServer, PromptRejected
+from workers.vae.wan22 import VAEConfig
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
@@ -109,6 +114,36 @@ def write_bad_models(base: Path) -> None:
     (models / "garbage.safetensors").write_bytes(b"<!DOCTYPE html> not found" * 99)
     (models / "empty.safetensors").write_bytes(b"")
     (models / "pickled.pt").write_bytes(b"\x80\x04\x95")
+    write_damaged_models(models)
+    write_other_vaes(vaes)
+
+
+def write_damaged_models(models: Path) -> None:
+    good = expected_parameters(WanShape(**TINY))
+    name = "blocks.0.ffn.2.weight"
+    missing = {n: shape for n, shape in good.items() if n != name}
+    write_hollow_file(models / "missing.safetensors", missing)
+    write_hollow_file(models / "wrong_shape.safetensors", good | {name: (512, 1000)})
+    extra = {f"blocks.0.adapter.{i}.weight": (4, 4) for i in range(5)}
+    write_hollow_file(models / "extra.safetensors", good | extra)
+    both = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    raw = json.dumps({"a": both, "b": both | {"data_offsets": [8, 24]}}).encode()
+    (models / "overlap.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(24))
+    (models / "long_header.safetensors").write_bytes(struct.pack("<Q", 2**31))
+    os.truncate(models / "long_header.safetensors", 2**32)  # sparse
+    for folder in ("incomplete", "circle", "pickled"):
+        (models / folder).mkdir(exist_ok=True)
+        shards = write_shards(models / folder, {"a": torch.zeros(1), "b": torch.zeros(1)}, parts=2)
+        if folder == "pickled":
+            index = models / folder / "diffusion_pytorch_model.safetensors.index.json"
+            index.write_text('{"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.bin"}}')
+            continue
+        shards[1].unlink()
+        if folder == "circle":
+            shards[1].symlink_to(shards[1].name)
+
+
+def write_other_vaes(vaes: Path) -> None:
     write_hollow_file(
         vaes / "wan2.1_vae.safetensors",
         {
@@ -119,6 +154,12 @@ def write_bad_models(base: Path) -> None:
             "encoder.conv1.weight": (96, 3, 3, 3, 3),
         },
     )
+    write_vae(
+        vaes / "channels.safetensors",
+        VAEConfig(z_dim=16, encoder_dim=8, decoder_dim=8),
+        seed=2,
+    )
+    AutoencoderKLWan(base_dim=8).save_pretrained(vaes / "Wan2.1")
 
 
 def write_bad_inputs(folder: Path) -> None:
@@ -178,6 +219,14 @@ def test_mesh_that_does_not_fit_is_refused(
         ("garbage.safetensors", ["garbage.safetensors", "no safetensors file"]),
         ("empty.safetensors", ["0 bytes", "download it again"]),
         ("pickled.pt", ["not a .safetensors file", "convert"]),
+        ("missing.safetensors", ["lacks 1 tensors", "blocks.0.ffn.2.weight"]),
+        ("wrong_shape.safetensors", ["blocks.0.ffn.2.weight", "[512, 1000]", "[512, 1024]"]),
+        (
+            "extra.safetensors",
+            ["has 5 tensors", "'blocks.0.adapter.0.weight'", "'blocks.0.adapter.2.", "2 more"],
+        ),
+        ("overlap.safetensors", ["'b' overlaps the tensor before it"]),
+        ("long_header.safetensors", ["its header has 2147483648 bytes"]),
     ],
 )
 def test_file_that_is_no_model_is_refused(
@@ -190,7 +239,27 @@ def test_file_that_is_no_model_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("model_as_vae.safetensors", ["not a Wan2.2 VAE", "wan2.2_vae.safetensors"]),
+        ("incomplete/", ["names the shard", "-00002-of-00002.safetensors', which is not there"]),
+        ("circle/", ["-00002-of-00002.safetensors', which is a link that leads nowhere"]),
+        ("pickled/", ["diffusion_pytorch_model-00001-of-00002.bin", "pickled checkpoints"]),
+    ],
+)
+def test_folder_that_is_no_model_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    message = refuse(sampled_latent(seed=seed, model=name), at="model", error="ModelFileError")
+    assert_says(message, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "model_as_vae.safetensors",
+            ["model_as_vae.safetensors is not a Wan2.2 VAE: it is a Wan transformer"],
+        ),
+        ("channels.safetensors", ["channels.safetensors is a VAE of 16 latent channels"]),
+        ("Wan2.1/", ["is a Wan2.1 VAE", "16 latent channels"]),
         ("wan2.1_vae.safetensors", ["Wan2.1 VAE", "16 latent channels"]),
         ("truncated.safetensors", ["truncated", "download it again"]),
     ],

@@ -24,8 +24,8 @@ from devtools.checkpoints import (
     TINY_VAE,
     transformer_weights,
     vae_weights,
+    write_shards,
     write_transformer,
-    write_vae,
 )
 from devtools.mesh_runs import (
     Case,
@@ -124,13 +124,7 @@ def test_prefixed_file_loads_the_same(tmp_path: Path) -> None:
 
 def test_several_files_load_the_same_from_any_of_them(tmp_path: Path) -> None:
     weights = transformer_weights(SHAPE, seed=5)
-    paths = [tmp_path / f"m-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    weight_map: dict[str, str] = {}
-    for i, path in enumerate(paths):
-        part = {name: value for j, (name, value) in enumerate(weights.items()) if j % 3 == i}
-        save_file(part, path)
-        weight_map.update(dict.fromkeys(part, path.name))
-    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    paths = write_shards(tmp_path, weights, parts=3)
     for path in paths:
         model, _, _ = load(recognise(path), size=2, rank=1)
         for name, parameter in model.named_parameters():
@@ -287,20 +281,6 @@ def test_vae_file_is_loaded_whole(tmp_path: Path, file_dtype: torch.dtype) -> No
     parameters = dict(vae.named_parameters())
     assert parameters.keys() == weights.keys()
     assert all(torch.equal(parameters[name], value.float()) for name, value in weights.items())
-
-
-def test_vae_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
-    weights = vae_weights(TINY_VAE, seed=2)
-    del weights["decoder.middle.1.proj.weight"]
-    save_file(weights, tmp_path / "vae.safetensors")
-    with pytest.raises(ModelFileError, match=r"decoder\.middle\.1\.proj\.weight"):
-        load_vae(str(tmp_path / "vae.safetensors"), dtype=torch.float32, device=CPU)
-
-
-def test_vae_file_is_no_transformer(tmp_path: Path) -> None:
-    write_vae(tmp_path / "vae.safetensors", TINY_VAE, seed=2)
-    with pytest.raises(ModelFileError, match="it looks like a VAE"):
-        recognise(tmp_path / "vae.safetensors")
 
 
 # ---- memory

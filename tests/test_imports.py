@@ -28,6 +28,7 @@ RANK = {
     "model_file": 2,
     "group": 3,
     "handle": 3,
+    "model_list": 3,
     "schedules": 3,
     "conditioning_file": 3,
     "plan_chart": 3,

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,18 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
     ITEM_BYTES,
     MAX_HEADER_BYTES,
     ModelFile,
     TensorEntry,
+    content_of,
     read_model_file,
 )
-from comfy_wan_dist.model_file.wan import PREFIXES, expected_parameters, read_wan_file
-from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights
-from devtools.references import TRANSFORMER_NAMES, renamed
+from comfy_wan_dist.model_file.names import PREFIXES
+from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 
@@ -161,6 +165,28 @@ def test_damaged_header_is_refused(file: Path, header: object, message: str) -> 
     assert message in refusal(lambda: read_model_file(str(file)))
 
 
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":0},', b"0,", b'"",', b"[", b'{"a":'])
+def test_largest_header_is_refused_within_time_and_memory(file: Path, piece: bytes) -> None:
+    body = piece * (MAX_HEADER_BYTES // len(piece))
+    write_raw(file, b'{"x": [' + body[: MAX_HEADER_BYTES - 20] + b"0]}")
+    script = (
+        "import resource, sys\n"
+        "from comfy_wan_dist.ipc.errors import ModelFileError\n"
+        "from comfy_wan_dist.model_file.header import read_model_file\n"
+        "try:\n"
+        "    read_model_file(sys.argv[1])\n"
+        "except ModelFileError as error:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(str(error)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    peak_kib, length = map(int, done.stdout.split())
+    assert peak_kib < 2**21
+    assert length < 500
+
+
 def test_truncated_file_is_refused(file: Path) -> None:
     save_file({"x": torch.zeros(100)}, file)
     os.truncate(file, file.stat().st_size - 1)
@@ -182,10 +208,8 @@ def test_other_kinds_of_file_are_refused_unopened(tmp_path: Path, name: str) -> 
     )
 
 
-def test_missing_file_and_folder_are_refused(file: Path) -> None:
+def test_missing_file_is_refused(file: Path) -> None:
     assert "No such file" in refusal(lambda: read_model_file(str(file)))
-    file.mkdir()
-    assert "cannot be read: Is a directory" in refusal(lambda: read_model_file(str(file)))
 
 
 def test_symlink_loop_is_refused(file: Path) -> None:
@@ -256,8 +280,58 @@ def test_any_damage_to_a_real_file_is_read_or_refused(
     read_or_refuse(tmp_path_factory, bytes(content[:cut]))
 
 
-HEADER = json.dumps({"a": tensor(0, 8), "b": tensor(8, 16, dtype="F32", shape=[2])}).encode()
+GOOD = {"a": tensor(0, 8), "b": tensor(8, 16, dtype="F32", shape=[2]), "__metadata__": {"a": "b"}}
+HEADER = json.dumps(GOOD).encode()
 REAL = struct.pack("<Q", len(HEADER)) + HEADER + bytes(16)
+
+# What a JSON parser takes and nobody expects. NaN stands for itself.
+odd_values = json_values | st.sampled_from(
+    [
+        -1,
+        2**62,
+        10**400,
+        "x" * 10**5,
+        "\ud800",
+        "a\nb",
+        [0] * 10**5,
+        [2**61, 0],
+        {"x" * 10**4: [[[[[]]]]]},
+    ]
+)
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Every container in `value` with each of its keys."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    return [(value, key) for key in keys] + [
+        place for key in keys for place in places_in(value[key])
+    ]
+
+
+@given(st.data())
+def test_any_change_to_a_real_header_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    header = json.loads(HEADER)
+    for _ in range(data.draw(st.integers(1, 3))):
+        if not (places := places_in(header)):
+            break
+        owner, key = data.draw(st.sampled_from(places))
+        match data.draw(st.sampled_from(["change", "remove", "rename", "copy"])):
+            case "change":
+                owner[key] = data.draw(odd_values)
+            case "remove":
+                del owner[key]
+            case "rename" if isinstance(owner, dict):
+                owner[str(data.draw(odd_values))] = owner.pop(key)
+            case "copy" if isinstance(owner, dict):
+                owner[f"{key}2"] = owner[key]
+    raw = json.dumps(header).encode()
+    if data.draw(st.booleans()):  # a name that occurs twice
+        raw = raw[:-1] + b', "a": ' + json.dumps(tensor(0, 0)).encode() + b"}"
+    read_or_refuse(tmp_path_factory, struct.pack("<Q", len(raw)) + raw + bytes(16))
 
 
 def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
@@ -265,9 +339,18 @@ def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> 
     path.write_bytes(content)
     try:
         model = read_model_file(str(path))
-    except ModelFileError:
+    except ModelFileError as error:
+        message = str(error)
+    else:
+        assert_tiles(model, content)
+        content_of(model)
         return
-    # What is accepted tiles the file.
+    assert "\n" not in message
+    assert len(message) < 1000
+
+
+def assert_tiles(model: ModelFile, content: bytes) -> None:
+    """What is accepted lies in the file without gaps."""
     position = 8 + struct.unpack("<Q", content[:8])[0]
     for entry in sorted(model.entries.values(), key=lambda entry: (entry.start, entry.stop)):
         assert entry.start == position
@@ -278,20 +361,8 @@ def read_or_refuse(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> 
 # ---- several files
 
 
-def write_shards(folder: Path, parts: int = 3) -> list[Path]:
-    """A model in `parts` files with an index, named as the official one."""
-    weights = transformer_weights(SHAPE, seed=1)
-    paths = [
-        folder / f"diffusion_pytorch_model-{i + 1:05}-of-{parts:05}.safetensors"
-        for i in range(parts)
-    ]
-    weight_map = {}
-    for i, path in enumerate(paths):
-        part = {name: value for j, (name, value) in enumerate(weights.items()) if j % parts == i}
-        save_file(part, path)
-        weight_map.update(dict.fromkeys(part, path.name))
-    write_index(folder, weight_map)
-    return paths
+def write_model_shards(folder: Path, parts: int = 3) -> list[Path]:
+    return write_shards(folder, transformer_weights(SHAPE, seed=1), parts=parts)
 
 
 def write_index(folder: Path, weight_map: object) -> Path:
@@ -301,7 +372,7 @@ def write_index(folder: Path, weight_map: object) -> Path:
 
 
 def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path)
+    paths = write_model_shards(tmp_path)
     for path in paths:
         model = read_model_file(str(path))
         assert model.file_bytes == sum(p.stat().st_size for p in paths)
@@ -311,13 +382,16 @@ def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
 
 
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
-    first, second, _ = write_shards(tmp_path)
+    first, second, _ = write_model_shards(tmp_path)
     second.unlink()
     message = refusal(lambda: read_model_file(str(first)))
     assert (
-        f"names the shard {second.name}, which is not there; put all shards in one folder"
+        f"names the shard '{second.name}', which is not there; put all shards in one folder"
         in message
     )
+    second.symlink_to(second.name)
+    message = refusal(lambda: read_model_file(str(first)))
+    assert f"'{second.name}', which is a link that leads nowhere; put" in message
 
 
 @pytest.mark.parametrize(
@@ -339,7 +413,7 @@ def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
 def test_index_that_names_no_model_file_of_its_folder_is_refused(
     tmp_path: Path, name: object
 ) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     for folder in (tmp_path, tmp_path.parent, tmp_path / "a"):
         folder.mkdir(exist_ok=True)
         save_file({"x": torch.zeros(1)}, folder / "x-00001-of-00003.safetensors")
@@ -349,7 +423,7 @@ def test_index_that_names_no_model_file_of_its_folder_is_refused(
 
 
 def test_shard_with_an_impossible_name_is_refused(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     for stem in ("x" * 235, "x\0"):
         write_index(tmp_path, {"head.modulation": f"{stem}-00001-of-00003.safetensors"})
         assert "which is not there" in refusal(lambda: read_model_file(str(first)))
@@ -376,14 +450,14 @@ def test_any_index_is_read_or_refused(
     "content", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\ufffd"]
 )
 def test_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(content)
     message = refusal(lambda: read_model_file(str(first)))
     assert "is one shard of several, but its index" in message
 
 
 def test_shard_without_index_is_refused(tmp_path: Path) -> None:
-    first, *_ = write_shards(tmp_path)
+    first, *_ = write_model_shards(tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").unlink()
     assert "put all shards and the index in one folder" in refusal(
         lambda: read_model_file(str(first))
@@ -391,13 +465,133 @@ def test_shard_without_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    first, second, _ = write_shards(tmp_path)
+    first, second, _ = write_model_shards(tmp_path)
     save_file(
         {"head.modulation": torch.zeros(1, 2, SHAPE.dim), "patch_embedding.bias": torch.zeros(128)},
         second,
     )
     message = refusal(lambda: read_model_file(str(first)))
     assert f"{second.name} repeats the tensor 'head.modulation' of another shard" in message
+
+
+def test_shard_that_its_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    first, second, third = write_model_shards(tmp_path)
+    write_index(tmp_path, {"head.modulation": first.name, "head.head.weight": second.name})
+    message = refusal(lambda: read_model_file(str(third)))
+    assert message.startswith(f"{third.name} is none of the shards")
+
+
+def test_index_of_pickles_is_refused(tmp_path: Path) -> None:
+    first, *_ = write_model_shards(tmp_path)
+    (tmp_path / "x-00001-of-00001.bin").write_bytes(b"\x80\x04\x95")
+    write_index(tmp_path, {"head.modulation": "x-00001-of-00001.bin"})
+    message = refusal(lambda: read_model_file(str(first)))
+    assert "names 'x-00001-of-00001.bin'; pickled checkpoints can run code" in message
+
+
+def test_index_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+    first, *_ = write_model_shards(tmp_path)
+    os.truncate(write_index(tmp_path, {}), 2**40)  # sparse
+    assert "it has more than 16777216 bytes" in refusal(lambda: read_model_file(str(first)))
+
+
+# ---- folders
+
+
+def write_pipeline(folder: Path) -> Path:
+    """A pipeline as diffusers lays it out: a transformer in shards, a VAE and a text encoder."""
+    for name in ("transformer", "vae", "text_encoder"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text("{}")
+    (folder / "model_index.json").write_text("{}")
+    write_model_shards(folder / "transformer", parts=2)
+    save_file(vae_weights(TINY_VAE, seed=0), folder / "vae" / COMPONENT_FILE)
+    save_file({"x": torch.zeros(1)}, folder / "text_encoder" / "model.safetensors")
+    return folder
+
+
+def names_of(path: Path, component: str = "transformer") -> set[str]:
+    return set(read_model_file(str(path), component=component).entries)
+
+
+def test_folder_of_shards_is_the_model(tmp_path: Path) -> None:
+    paths = write_model_shards(tmp_path)
+    (tmp_path / "Wan2.2_VAE.pth").write_bytes(b"\x80\x04\x95")
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    by_folder, by_shard = read_model_file(str(tmp_path)), read_model_file(str(paths[0]))
+    assert by_folder == by_shard
+    assert by_folder.path == str(paths[0])
+    assert read_model_file(f"{tmp_path}/") == by_shard
+
+
+def test_folder_of_diffusers_is_the_component_asked_for(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "pipeline")
+    assert names_of(folder) == names_of(folder / "transformer") == set(wan_shapes())
+    assert names_of(folder, "vae") == names_of(folder / "vae", "vae") == set(vae_names())
+    linked = tmp_path / "linked"
+    linked.symlink_to(folder)
+    assert names_of(linked) == set(wan_shapes())
+
+
+def test_folder_of_one_file_is_that_file(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(1)}, tmp_path / "any.safetensors")
+    assert read_model_file(str(tmp_path)).path == str(tmp_path / "any.safetensors")
+    save_file({"y": torch.zeros(1)}, tmp_path / COMPONENT_FILE)
+    assert names_of(tmp_path) == {"y"}  # what diffusers would take
+
+
+def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def message() -> str:
+        return refusal(lambda: read_model_file(str(folder)))
+
+    assert message() == "folder holds no .safetensors file; choose another folder"
+    for name in ("a.bin", "b.pth", "c.pt", "d.ckpt"):
+        (folder / name).write_bytes(b"\x80\x04\x95")
+    assert message().startswith("folder holds only 'a.bin', 'b.pth', 'c.pt' and 1 more; pickled")
+    for name in ("x.safetensors", "y.safetensors"):
+        save_file({"x": torch.zeros(1)}, folder / name)
+    assert message() == "folder holds 'x.safetensors', 'y.safetensors'; choose one of them"
+
+
+def test_folder_of_shards_that_is_incomplete_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    _, second, _ = write_model_shards(folder)
+    second.unlink()
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert f"names the shard '{second.name}', which is not there" in message
+    index = write_index(folder, {})
+    assert f"{index.name} names shards that are no" in refusal(lambda: read_model_file(str(folder)))
+    index.write_text("{")
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert message.startswith(f"the index {index.name} cannot be read")
+    index.unlink()
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert "is one shard of several, but its index" in message
+
+
+def test_folder_of_diffusers_without_the_component_is_refused(tmp_path: Path) -> None:
+    folder = write_pipeline(tmp_path / "pipeline")
+    (folder / "vae").rename(folder / "autoencoder")
+    message = refusal(lambda: read_model_file(str(folder), component="vae"))
+    assert message == "pipeline is a folder of diffusers without vae/; download it again"
+
+
+@pytest.mark.parametrize("place", ["", "transformer", "transformer/" + COMPONENT_FILE])
+def test_folder_with_links_in_a_circle_is_refused(tmp_path: Path, place: str) -> None:
+    folder = tmp_path / "folder"
+    if place:
+        (folder / "transformer").mkdir(parents=True)
+        (folder / "model_index.json").write_text("{}")
+    link = folder / place
+    if link.is_dir():
+        link.rmdir()
+    link.symlink_to(link.name)
+    message = refusal(lambda: read_model_file(str(folder)))
+    assert message.startswith(f"{link.name} cannot be read: Too many levels of symbolic links")
 
 
 # ---- recognition
@@ -465,7 +659,16 @@ def test_missing_tensor_that_tells_the_shape_is_named(name: str) -> None:
 )
 def test_extra_tensor_is_refused_by_name(name: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: (1,)})))
-    assert f"the first is {name}; it is another kind of model" in message
+    assert f"has 1 tensors that Wan2.2 TI2V does not have, '{name}'; it is another kind" in message
+
+
+def test_extra_tensors_are_listed() -> None:
+    extra = {f"blocks.0.extra{i}": (1,) for i in range(5)}
+    message = refusal(lambda: read_wan_file(model_file(wan_shapes() | extra)))
+    listed = "'blocks.0.extra0', 'blocks.0.extra1', 'blocks.0.extra2' and 2 more"
+    assert f"has 5 tensors that Wan2.2 TI2V does not have, {listed}; it is" in message
+    long = {"blocks.0." + "x\n" * 1000: (1,)}
+    assert "1 tensors" in refusal(lambda: read_wan_file(model_file(wan_shapes() | long)))
 
 
 @pytest.mark.parametrize(
@@ -476,6 +679,9 @@ def test_extra_tensor_is_refused_by_name(name: str) -> None:
         ("head.modulation", (2, 128), "head.modulation has shape [2, 128]; it must have 3 dims"),
         ("head.modulation", (1, 2, 130), "width 130, which is no multiple of 128"),
         ("head.modulation", (1, 2, 0), "width 0"),
+        ("blocks.0.ffn.0.weight", (0, 128), "widths that no Wan model has: ffn_dim 0, text_dim 16"),
+        ("text_embedding.0.weight", (128, 0), "text_dim 0, freq_dim 8; download it again"),
+        ("time_embedding.0.weight", (128, 7), "freq_dim 7;"),
         ("patch_embedding.weight", (128, 192), "must have 5 dims"),
         ("text_embedding.0.weight", (), "must have 2 dims"),
     ],
@@ -528,10 +734,6 @@ def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
     )
 
 
-def diffusers_names() -> dict[str, tuple[int, ...]]:
-    return {renamed(name, TRANSFORMER_NAMES): shape for name, shape in wan_shapes().items()}
-
-
 def vae_names() -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in vae_weights(TINY_VAE, seed=0).items()}
 
@@ -539,7 +741,6 @@ def vae_names() -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("shapes", "guess"),
     [
-        (diffusers_names(), "it has the tensor names of a diffusers folder"),
         (vae_names(), "it looks like a VAE"),
         (
             {"encoder.block.0.layer.0.SelfAttention.q.weight": (4, 4)},

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from devtools.references import build_diffusers_vae, diffusers_vae_name
+from devtools.references import build_diffusers_vae
 from workers.vae.layers import (
     CausalConv3d,
     ChannelNorm,
@@ -301,33 +301,17 @@ def test_config_is_read_back_from_shapes(config: VAEConfig) -> None:
     assert VAEConfig.from_shapes(expected_shapes(config)) == config
 
 
-def test_config_refuses_other_files() -> None:
-    shapes = expected_shapes(TINY)
-    wan21 = {
-        "conv2.weight": (16, 16, 1, 1, 1),
-        "decoder.upsamples.0.residual.2.weight": (384, 384, 3, 3, 3),
-    }
-    renamed = {diffusers_vae_name(name, TINY): shape for name, shape in shapes.items()}
-    for other, reason in (
-        (wan21, "Wan2.1 VAE"),
-        (renamed, "names of diffusers"),
-        ({"blocks.0.modulation": (1, 6, 3072)}, "not a Wan2.2 VAE"),
-        ({}, "not a Wan2.2 VAE"),
-    ):
-        with pytest.raises(ModelFileError, match=reason) as caught:
-            VAEConfig.from_shapes(other)
-        assert "wan2.2_vae.safetensors" in str(caught.value)
-
-
 def test_config_refuses_any_tensor_missing_added_or_of_another_shape() -> None:
     shapes = expected_shapes(SMALLEST)
+    with pytest.raises(ModelFileError, match="wan2.2_vae.safetensors"):
+        VAEConfig.from_shapes({})
     for i, (name, shape) in enumerate(shapes.items()):
         changed = {key: value for key, value in shapes.items() if key != name}
         if i % 2:
             changed[name] = ((), (*shape, 1), (shape[0] + 1, *shape[1:]))[i // 2 % 3]
         with pytest.raises(ModelFileError, match="wan2.2_vae.safetensors"):
             VAEConfig.from_shapes(changed)
-    with pytest.raises(ModelFileError, match="1 tensors .* first is decoder.extra"):
+    with pytest.raises(ModelFileError, match=r"1 tensors .*, 'decoder\.extra';"):
         VAEConfig.from_shapes({**shapes, "decoder.extra": (1,)})
 
 

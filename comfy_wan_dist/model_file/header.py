@@ -1,8 +1,8 @@
 """The header of safetensors files, read with distrust.
 
 A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands; a
-truncated or forged file fails here, before memory is allocated. Covers one file, and several with an index.
-Not covered: pickles (.pt, .pth, .ckpt, .bin), which are never opened, and GGUF.
+truncated or forged file fails here, before memory is allocated. Which files a model has is files.py's business.
+Not covered: GGUF.
 Source: safetensors format description (u64 header length, JSON header, tensor bytes).
 """
 
@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +20,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
+from .files import files_of
+from .shown import shown
 
-MAX_HEADER_BYTES = 100 * 2**20
+# Far more than the header of any model, and little enough to be parsed in memory.
+MAX_HEADER_BYTES = 32 * 2**20
 MAX_DIMS = 16
 PIECE_BYTES = 4096
 
@@ -43,8 +45,6 @@ ITEM_BYTES = {
     "U32": 4,
     "U64": 8,
 }
-
-SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,18 +68,14 @@ class ModelFile:
     mtime_ns: int
 
 
-def read_model_file(path: str) -> ModelFile:
-    """Read one safetensors file, or all files of the index that lies beside one of its shards.
+def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
+    """Read the model at `path`: a safetensors file, any shard of several, or a folder as files.py has it.
 
+    component: which subfolder is meant of a folder of diffusers. The result's path is that of a file.
     Raises ModelFileError: unreadable, not safetensors, truncated, overlapping, or a missing shard.
     """
     given = Path(path)
-    if given.suffix not in (".safetensors", ".sft"):
-        raise ModelFileError(
-            f"{given.name} is not a .safetensors file; pickled checkpoints can run code when opened and are never "
-            "loaded, so convert it to safetensors"
-        )
-    files = _shards_of(given)
+    files = files_of(given, component=component)
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
@@ -87,12 +83,13 @@ def read_model_file(path: str) -> ModelFile:
         size, modified, tensors = _read_header(file)
         if twice := entries.keys() & tensors.keys():
             raise ModelFileError(
-                f"{file.name} repeats the tensor {min(twice)!r} of another shard; download it again"
+                f"{file.name} repeats the tensor {shown(min(twice))} of another shard; download it again"
             )
         entries.update(tensors)
         file_bytes += size
         mtime_ns = max(mtime_ns, modified)
-    return ModelFile(path=str(given), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
+    named = given if given in files else files[0]
+    return ModelFile(path=str(named), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
 
 
 def content_of(file: ModelFile) -> str:
@@ -107,7 +104,7 @@ def content_of(file: ModelFile) -> str:
         files: dict[str, BinaryIO] = {}
         try:
             for name, entry in entries:
-                digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
+                digest.update(f"{name!a} {entry.dtype} {entry.shape}\n".encode())
                 if len(entry.shape) < 2:
                     continue
                 if entry.path not in files:
@@ -120,36 +117,6 @@ def content_of(file: ModelFile) -> str:
                 f"{Path(file.path).name} cannot be read: {error.strerror or error}"
             ) from error
     return digest.hexdigest()
-
-
-def _shards_of(path: Path) -> list[Path]:
-    match = SHARD_NAME.fullmatch(path.name)
-    if match is None:
-        return [path]
-    index_path = path.with_name(f"{match['stem']}.safetensors.index.json")
-    try:
-        weight_map = json.loads(index_path.read_text())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelFileError(
-            f"{path.name} is one shard of several, but its index {index_path.name} cannot be read ({error}); "
-            "put all shards and the index in one folder"
-        ) from error
-    if not all(
-        isinstance(name, str) and Path(name).name == name and SHARD_NAME.fullmatch(name)
-        for name in names
-    ):
-        raise ModelFileError(
-            f"{index_path.name} names shards that are no model files of its own folder; download the index again"
-        )
-    # os.path.isfile: no name makes it raise.
-    missing = [name for name in names if not os.path.isfile(path.with_name(name))]
-    if missing:
-        raise ModelFileError(
-            f"{index_path.name} names the shard {missing[0]}, which is not there; "
-            "put all shards in one folder"
-        )
-    return [path.with_name(name) for name in names]
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
@@ -194,11 +161,12 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
         dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
         raise ModelFileError(
-            f"{path.name}: the header entry of {name!r} is incomplete; the file is damaged"
+            f"{path.name}: the header entry of {shown(name)} is incomplete; the file is damaged"
         ) from error
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelFileError(
-            f"{path.name}: {name!r} has the type {dtype!r}, which is not known; known are {', '.join(ITEM_BYTES)}"
+            f"{path.name}: {shown(name)} has the type {shown(dtype)}, which is not known; known are "
+            f"{', '.join(ITEM_BYTES)}"
         )
     well_formed = (
         isinstance(shape, list)
@@ -207,8 +175,8 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
     )
     if not well_formed or stop - start != prod(shape) * ITEM_BYTES[dtype]:
         raise ModelFileError(
-            f"{path.name}: {name!r} has shape {shape} and type {dtype}, which do not give its bytes "
-            f"{start}..{stop}; the file is damaged"
+            f"{path.name}: {shown(name)} has shape {shown(shape)} and type {dtype}, which do not give its bytes "
+            f"{shown(start)}..{shown(stop)}; the file is damaged"
         )
     return TensorEntry(
         dtype=dtype,
@@ -230,7 +198,7 @@ def _require_exact_cover(
                 if entry.start < position
                 else "leaves a gap before it"
             )
-            raise ModelFileError(f"{path.name}: {name!r} {kind}; the file is damaged")
+            raise ModelFileError(f"{path.name}: {shown(name)} {kind}; the file is damaged")
         position = entry.stop
     if position != file_bytes:
         raise ModelFileError(

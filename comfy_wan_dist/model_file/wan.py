@@ -1,7 +1,6 @@
 """Recognise a Wan transformer by its tensors' names and shapes, never by its file name.
 
-Covers TI2V-5B (48 latent channels) with official names, bare or behind a known prefix. Other models are refused
-by name.
+Covers TI2V-5B (48 latent channels), under whatever names names.py knows. Other models are refused by name.
 Source: key table of the official Wan2.2 TI2V-5B checkpoint.
 """
 
@@ -15,8 +14,9 @@ from pathlib import Path
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import HEAD_DIM, WanShape
 from .header import ModelFile, TensorEntry
+from .names import describe, find_naming, official_tensors
+from .shown import listed, shown
 
-PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "model.", "net.")
 LATENT_CHANNELS = 48
 WEIGHT_TYPES = ("F32", "F16", "BF16")
 
@@ -42,16 +42,12 @@ class WanFile:
 def read_wan_file(file: ModelFile) -> WanFile:
     """Recognise `file`. Raises ModelFileError naming what it is instead, or what it lacks."""
     label = Path(file.path).name
-    prefix = next((p for p in PREFIXES if p + "head.modulation" in file.entries), None)
-    if prefix is None:
+    naming = find_naming(file.entries)
+    if naming is None:
         raise ModelFileError(
-            f"{label} is not a Wan transformer: {_guess(file)}; choose a Wan2.2 TI2V-5B file"
+            f"{label} is not a Wan transformer: {describe(file.entries)}; choose a Wan2.2 TI2V-5B file"
         )
-    entries = {
-        name.removeprefix(prefix): entry
-        for name, entry in file.entries.items()
-        if name.startswith(prefix)
-    }
+    entries = official_tensors(file.entries, naming, label=label)
     for key, kind in SIBLINGS:
         if key in entries:
             raise ModelFileError(
@@ -61,7 +57,7 @@ def read_wan_file(file: ModelFile) -> WanFile:
     wrong_type = next((n for n, e in entries.items() if e.dtype not in WEIGHT_TYPES), None)
     if wrong_type is not None:
         raise ModelFileError(
-            f"{label} stores {wrong_type!r} as {entries[wrong_type].dtype}; this version loads "
+            f"{label} stores {shown(wrong_type)} as {entries[wrong_type].dtype}; this version loads "
             f"{', '.join(WEIGHT_TYPES)}, so choose a 16- or 32-bit file"
         )
     _require_parameters(entries, shape, label)
@@ -129,7 +125,7 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
     }
     if not blocks:
         raise ModelFileError(f"{label} has no blocks; the file is incomplete: download it again")
-    return WanShape(
+    shape = WanShape(
         dim=dim,
         ffn_dim=dims("blocks.0.ffn.0.weight", 2)[0],
         num_layers=max(blocks) + 1,
@@ -138,6 +134,12 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
         text_dim=dims("text_embedding.0.weight", 2)[1],
         freq_dim=dims("time_embedding.0.weight", 2)[1],
     )
+    if 0 in (shape.ffn_dim, shape.text_dim, shape.freq_dim) or shape.freq_dim % 2:
+        raise ModelFileError(
+            f"{label} has widths that no Wan model has: ffn_dim {shape.ffn_dim}, text_dim {shape.text_dim}, "
+            f"freq_dim {shape.freq_dim}; download it again"
+        )
+    return shape
 
 
 def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, label: str) -> None:
@@ -149,7 +151,7 @@ def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, lab
         )
     if extra := sorted(entries.keys() - expected.keys()):
         raise ModelFileError(
-            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, the first is {extra[0]}; "
+            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, {listed(extra)}; "
             "it is another kind of model"
         )
     for name, want in expected.items():
@@ -163,16 +165,3 @@ def _name_by_channels(in_dim: int, dim: int) -> str:
     size = {5120: "14B", 1536: "1.3B"}.get(dim, f"width-{dim}")
     kinds = {16: f"a Wan {size} text-to-video model", 36: f"a Wan {size} image-to-video model"}
     return kinds.get(in_dim, f"a Wan variant of width {dim}")
-
-
-def _guess(file: ModelFile) -> str:
-    names = file.entries.keys()
-    if any("condition_embedder" in name for name in names):
-        return "it has the tensor names of a diffusers folder"
-    if any(name.startswith(("decoder.", "encoder.conv", "first_stage_model.")) for name in names):
-        return "it looks like a VAE"
-    if any("SelfAttention" in name or "self_attn.q_proj" in name for name in names):
-        return "it looks like a text encoder"
-    if any("lora" in name for name in names):
-        return "it looks like a LoRA"
-    return f"its {len(names)} tensors have other names"

@@ -89,6 +89,10 @@ class ImageToVideoLatent(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, vae_name: str) -> str | bool:
+        return comfy_adapter.validate_model_name("vae", vae_name)
+
+    @classmethod
     async def execute(
         cls,
         model: ModelHandle,

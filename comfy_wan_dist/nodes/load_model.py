@@ -28,7 +28,7 @@ class LoadModel(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=comfy_adapter.list_models("diffusion_models"),
-                    tooltip="File in models/diffusion_models. Of a model in several shards choose any one.",
+                    tooltip="File or folder in models/diffusion_models, or folder of diffusers in models/diffusers.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -77,6 +77,10 @@ class LoadModel(io.ComfyNode):
             ],
             outputs=[WanDistModel.Output(display_name="model")],
         )
+
+    @classmethod
+    def validate_inputs(cls, model_name: str) -> str | bool:
+        return comfy_adapter.validate_model_name("diffusion_models", model_name)
 
     @classmethod
     def fingerprint_inputs(

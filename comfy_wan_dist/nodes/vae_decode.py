@@ -56,6 +56,10 @@ class VAEDecode(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, vae_name: str) -> str | bool:
+        return comfy_adapter.validate_model_name("vae", vae_name)
+
+    @classmethod
     async def execute(
         cls,
         model: ModelHandle,
@@ -130,7 +134,8 @@ def vae_name_input() -> io.Combo.Input:
     return io.Combo.Input(
         "vae_name",
         options=comfy_adapter.list_models("vae"),
-        tooltip="Wan2.2 VAE file in models/vae, such as wan2.2_vae.safetensors.",
+        tooltip="Wan2.2 VAE: file or folder in models/vae, such as wan2.2_vae.safetensors, or folder of diffusers in "
+        "models/diffusers.",
     )
 
 

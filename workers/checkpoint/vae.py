@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.model_file.header import read_model_file
-from workers.vae.wan22 import VAEConfig, WanVAE, expected_shapes
+from comfy_wan_dist.model_file.shown import shown
+from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
+from comfy_wan_dist.model_file.wan import LATENT_CHANNELS
+from workers.vae.run import SPATIAL, TEMPORAL
+from workers.vae.wan22 import VAEConfig, WanVAE
 
 from .allocate import allocate_parameters
 from .reader import TORCH_TYPES, TensorReader
 
+# The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
+MOST_TENSORS = 1000
+
 
 def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
-    """The VAE in `path` and the bytes read. Official names. Raises ModelFileError."""
-    entries = read_model_file(path).entries
+    """The VAE in `path` and the bytes read. Raises ModelFileError."""
+    label = Path(path).name
+    entries = official_vae_tensors(read_model_file(path).entries, label=label)
+    if len(entries) > MOST_TENSORS or any(0 in entry.shape for entry in entries.values()):
+        raise ModelFileError(f"{label} has {len(entries)} tensors, or empty ones; {REMEDY}")
     config = VAEConfig.from_shapes({name: entry.shape for name, entry in entries.items()})
-    for name, want in expected_shapes(config).items():
-        if name not in entries:
+    if config.z_dim != LATENT_CHANNELS:
+        raise ModelFileError(
+            f"{label} is a VAE of {config.z_dim} latent channels, but Wan2.2 TI2V-5B needs {LATENT_CHANNELS}; {REMEDY}"
+        )
+    if (config.spatial_factor, config.temporal_factor) != (SPATIAL, TEMPORAL):
+        raise ModelFileError(
+            f"{label} is a VAE that shrinks by {config.spatial_factor} in space and {config.temporal_factor} in time, "
+            f"but Wan2.2 TI2V-5B needs {SPATIAL} and {TEMPORAL}; {REMEDY}"
+        )
+    for name, entry in entries.items():
+        if entry.dtype not in TORCH_TYPES:
             raise ModelFileError(
-                f"{path} lacks the tensor {name}; the file is incomplete: download it again"
-            )
-        entry = entries[name]
-        if entry.shape != want or entry.dtype not in TORCH_TYPES:
-            raise ModelFileError(
-                f"{path}: {name} is {entry.dtype} {list(entry.shape)}; it must be {list(want)} in "
-                f"{', '.join(TORCH_TYPES)}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(TORCH_TYPES)}, so {REMEDY}"
             )
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.model_file.shown import listed
 from workers.vae.layers import (
     CausalConv3d,
     ChannelNorm,
@@ -122,11 +123,10 @@ class VAEConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> VAEConfig:
-        """Read the sizes from a file's tensor shapes, by official names without a prefix.
+        """Read the sizes from a file's tensor shapes, by official names.
 
         Raises: ModelFileError unless the tensors are exactly those of a Wan2.2 VAE.
         """
-        _refuse_other_files(shapes)
         config = _read_config(shapes)
         expected = expected_shapes(config)
         missing = sorted(expected.keys() - shapes.keys())
@@ -138,8 +138,8 @@ class VAEConfig:
         extra = sorted(shapes.keys() - expected.keys())
         if extra:
             raise ModelFileError(
-                f"The VAE file has {len(extra)} tensors that a Wan2.2 VAE does not have, the "
-                f"first is {extra[0]}; {_REMEDY}."
+                f"The VAE file has {len(extra)} tensors that a Wan2.2 VAE does not have, "
+                f"{listed(extra)}; {_REMEDY}."
             )
         for name, shape in expected.items():
             if tuple(shapes[name]) != shape:
@@ -170,19 +170,8 @@ class StageConfig:
         return self.time_factor * self.space_factor**2
 
 
-def _refuse_other_files(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if "decoder.upsamples.0.upsamples.0.residual.2.weight" in shapes:
-        return
-    if "decoder.upsamples.0.residual.2.weight" in shapes:
-        kind = "is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48"
-    elif "decoder.up_blocks.0.resnets.0.conv1.weight" in shapes:
-        kind = "is a VAE with the tensor names of diffusers, and only the original names are read"
-    else:
-        kind = f"is not a Wan2.2 VAE: none of its {len(shapes)} tensors is a decoder level of it"
-    raise ModelFileError(f"The VAE file {kind}; {_REMEDY}.")
-
-
 def _read_config(shapes: Mapping[str, tuple[int, ...]]) -> VAEConfig:
+    _shape(shapes, "decoder.upsamples.0.upsamples.0.residual.2.weight", 5)
     z_dim = _shape(shapes, "conv2.weight", 5)[0]
     encoder_dim = _shape(shapes, "encoder.conv1.weight", 5)[0]
     decoder_dim = _shape(shapes, "decoder.head.2.weight", 5)[1]
