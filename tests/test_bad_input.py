@@ -418,17 +418,18 @@ def test_end_image_without_room_is_refused(
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        ("0.00001", ["decoding 96x64", "0.00 GiB is the budget"]),
+        ("0.00001", ["a video of 96x64", "0.00 GiB is the budget"]),
         ("much", ["memory is 'much'", "auto"]),
         ("-1", ["memory is '-1'", "auto"]),
     ],
 )
-def test_decode_beyond_its_memory_is_refused(
-    refuse: Callable[..., str], seed: int, memory: str, words: list[str]
+@pytest.mark.parametrize("at", ["decode", "latent"])
+def test_vae_job_beyond_its_memory_is_refused(
+    refuse: Callable[..., str], seed: int, at: str, memory: str, words: list[str]
 ) -> None:
     graph = image_to_video(seed=seed, steps=1)
-    graph["decode"]["inputs"]["memory"] = memory
-    assert_says(refuse(graph, at="decode", error="ConfigError"), words)
+    graph[at]["inputs"]["memory"] = memory
+    assert_says(refuse(graph, at=at, error="ConfigError"), words)
 
 
 def test_size_that_is_no_multiple_of_32_is_refused(refuse: Callable[..., str], seed: int) -> None:
