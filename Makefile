@@ -4,6 +4,7 @@
 #   make lint      style, format and types              make type    types only
 #   make demo      a small video through ComfyUI        make parity  numbers against independent references
 #   make bench     measurements (SECTION=name: one)     make clean   drop caches and out/
+#   make fullsize  a model of 10 GB on two CPU ranks
 #
 # PYTHON=...        the interpreter that .venv is made with
 # COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
@@ -21,7 +22,7 @@ SETUP := $(PYTHON) scripts/setup_env.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: test lint fmt type demo parity bench clean distclean
+.PHONY: test lint fmt type demo parity bench fullsize clean distclean
 
 test:
 	@$(SETUP) test comfyui
@@ -56,6 +57,11 @@ bench:
 	@$(SETUP) test comfyui bench
 	@mkdir -p out
 	$(RUN) -m benchmarks.bench $(if $(SECTION),--section $(SECTION))
+
+fullsize:
+	@$(SETUP) test
+	@mkdir -p out
+	$(RUN) scripts/fullsize.py
 
 clean:
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
