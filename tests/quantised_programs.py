@@ -16,7 +16,7 @@ from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.mesh_runs import CPU, Inputs, forward_rank, mesh_degrees
 from workers.checkpoint.load import build_model, load_weights
-from workers.checkpoint.packed import PackedWeight
+from workers.checkpoint.packed import PackedWeight, packed_weights
 from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups, PlaneGroups
 
@@ -84,6 +84,16 @@ def load(spec: ModelSpec, groups: MeshGroups) -> tuple[WanModel, int]:
         model, file, tp=groups.tp, fsdp=groups.fsdp, report=lambda done, total: None
     )
     return model, read
+
+
+def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str, Tensor]]:
+    """The unpacked matrices of each file, by name."""
+    degrees = mesh_degrees(mesh)
+    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
+    return [
+        {name: weight().clone() for name, weight in packed_weights(load(spec, groups)[0]).items()}
+        for spec in specs
+    ]
 
 
 def velocities(
