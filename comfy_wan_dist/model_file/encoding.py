@@ -19,6 +19,7 @@ from ..ipc.errors import ModelFileError
 from ..mesh.packing import Packing
 from .entry import TensorEntry
 from .names import Naming
+from .shown import shown
 
 # How many values take how many bytes.
 FLOATS = {
@@ -113,26 +114,26 @@ def read_encodings(
             named = formats.get(layer) or _guess_format(layer, entry, entries)
             if named is not None and FORMATS.get(named) != entry.dtype:
                 raise ModelFileError(
-                    f"{label} stores {name!r} as {named} in {entry.dtype}, which is not supported; {REMEDY}"
+                    f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
                 )
             scale = _scale_of(layer, entries, label)
             must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
             if scale is None and must_have and len(entry.shape) == 2:
                 raise ModelFileError(
-                    f"{label}: the scaled weight {name!r} has no scale beside it "
+                    f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
             if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
                 raise ModelFileError(
-                    f"{label}: {name!r} is {entry.dtype} {list(entry.shape)} and has a scale, which only matrices in "
-                    f"fp8 may have; {REMEDY}"
+                    f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
+                    f"matrices in fp8 may have; {REMEDY}"
                 )
         _require_supported(name, entry, label)
         stored[name] = StoredTensor(entry=entry, scale=scale)
     if astray := sorted(n for n in companions if n.rpartition(".")[0] + ".weight" not in stored):
         raise ModelFileError(
-            f"{label} has {astray[0]!r} without the weight that it belongs to; the file is incomplete: download it "
-            "again"
+            f"{label} has {shown(astray[0])} without the weight that it belongs to; the file is incomplete: "
+            "download it again"
         )
     return stored
 
@@ -165,7 +166,7 @@ def _formats_beside(entries: Mapping[str, TensorEntry], label: str) -> dict[str,
             formats[layer] = _format_name(json.loads(_read(entry)))
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ModelFileError(
-                f"{label}: {name!r} is not the JSON of a format; the file is damaged: download it again"
+                f"{label}: {shown(name)} is not the JSON of a format; the file is damaged: download it again"
             ) from error
     return formats
 
@@ -174,7 +175,7 @@ def _format_name(conf: Any) -> str:
     name = conf["format"] if isinstance(conf, dict) else conf
     if not isinstance(name, str):
         raise TypeError("a format's name is text")
-    return name[:100]
+    return name
 
 
 def _read(entry: TensorEntry) -> bytes:
@@ -198,12 +199,12 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
     scale = entries[found[0]]
     if len(found) > 1:
         raise ModelFileError(
-            f"{label} has both {found[0]!r} and {found[1]!r}; it is damaged: download it again"
+            f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
         )
     if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
         raise ModelFileError(
-            f"{label}: the scale {found[0]!r} is {scale.dtype} {list(scale.shape)}; only one float for the whole "
-            f"weight is supported, so {REMEDY}"
+            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
+            f"whole weight is supported, so {REMEDY}"
         )
     return scale
 
@@ -211,15 +212,15 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
 def _require_supported(name: str, entry: TensorEntry, label: str) -> None:
     if entry.dtype not in PACKINGS:
         raise ModelFileError(
-            f"{label} stores {name!r} as {entry.dtype}, which is not supported; {REMEDY}"
+            f"{label} stores {shown(name)} as {entry.dtype}, which is not supported; {REMEDY}"
         )
     if entry.dtype not in BLOCKS:
         return
     items, _ = BLOCKS[entry.dtype]
     if len(entry.shape) != 2 or entry.shape[1] % items:
         raise ModelFileError(
-            f"{label} stores {name!r} {list(entry.shape)} as {entry.dtype}, whose blocks of {items} values suit only "
-            f"matrices with rows of whole blocks; {REMEDY}"
+            f"{label} stores {shown(name)} {list(entry.shape)} as {entry.dtype}, whose blocks of {items} values "
+            f"suit only matrices with rows of whole blocks; {REMEDY}"
         )
 
 

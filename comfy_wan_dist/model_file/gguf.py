@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ..ipc.errors import ModelFileError
 from .encoding import PACKINGS
 from .entry import TensorEntry
+from .shown import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -132,7 +133,7 @@ class _Header:
         entries: dict[str, TensorEntry] = {}
         for name, entry in described:
             if name in entries:
-                raise self._damaged(f"has the tensor {name!r} twice")
+                raise self._damaged(f"has the tensor {shown(name)} twice")
             placed = replace(entry, start=data_start + entry.start, stop=data_start + entry.stop)
             entries[name] = self._reshaped(name, placed, found)
         self._require_inside(entries)
@@ -142,7 +143,7 @@ class _Header:
         architecture = found.get("general.architecture")
         if architecture != ARCHITECTURE:
             raise ModelFileError(
-                f"{self.path.name} holds a model of the architecture {str(architecture)[:100]!r}, not "
+                f"{self.path.name} holds a model of the architecture {shown(architecture)}, not "
                 f"{ARCHITECTURE!r}; choose a GGUF file of Wan2.2 TI2V-5B"
             )
         if found.get("split.count", 0) not in (0, 1):
@@ -180,21 +181,21 @@ class _Header:
         name = self._text()
         (dims,) = self._unpack("I")
         if dims > MAX_DIMS:
-            raise self._damaged(f"has the tensor {name!r} of {dims} dims")
+            raise self._damaged(f"has the tensor {shown(name)} of {dims} dims")
         shape = tuple(reversed(self._unpack(f"{dims}Q")))
         number, start = self._unpack("IQ")
         dtype = TYPES.get(number)
         if dtype is None:
             known = OTHER_TYPES.get(number)
             raise ModelFileError(
-                f"{self.path.name} stores {name!r} in the GGUF type {known or number}, which is not supported; choose "
-                f"a file of {', '.join(TYPES.values())}"
+                f"{self.path.name} stores {shown(name)} in the GGUF type {known or number}, which is not supported; "
+                f"choose a file of {', '.join(TYPES.values())}"
             )
         packing = PACKINGS[dtype]
         columns = shape[-1] if shape else 1
         if columns % packing.items:
             raise self._damaged(
-                f"has {name!r} with rows of {columns} values, which are no whole {dtype} blocks"
+                f"has {shown(name)} with rows of {columns} values, which are no whole {dtype} blocks"
             )
         size = prod(shape[:-1]) * packing.row_bytes(columns)
         return name, TensorEntry(
@@ -208,7 +209,7 @@ class _Header:
         is_shape = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)
         if not is_shape or prod(shape) != prod(entry.shape):
             raise self._damaged(
-                f"has {name!r} of shape {list(entry.shape)}, which does not become {str(shape)[:100]}"
+                f"has {shown(name)} of shape {list(entry.shape)}, which does not become {shown(shape)}"
             )
         return replace(entry, shape=shape)
 
@@ -216,11 +217,11 @@ class _Header:
         position = 0
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start < position:
-                raise self._damaged(f"has {name!r} where another tensor is")
+                raise self._damaged(f"has {shown(name)} where another tensor is")
             if entry.stop > self.file_bytes:
                 raise ModelFileError(
-                    f"{self.path.name} has {self.file_bytes} bytes but {name!r} ends at {entry.stop}; it is truncated: "
-                    "download it again"
+                    f"{self.path.name} has {self.file_bytes} bytes but {shown(name)} ends at {entry.stop}; it is "
+                    "truncated: download it again"
                 )
             position = entry.stop
 

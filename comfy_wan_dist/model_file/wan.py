@@ -17,7 +17,7 @@ from .encoding import FLOATS, StoredTensor, layer_formats, packed_weights, read_
 from .entry import TensorEntry
 from .header import ModelFile
 from .names import describe, find_naming, official_tensors
-from .shown import listed, shown
+from .shown import listed
 
 LATENT_CHANNELS = 48
 
