@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .ipc.errors import ConfigError
 from .mesh.devices import DeviceList
+from .model_file.files import GGUF_SUFFIX
 from .model_list import folder_named, listed_names
 from .schedules import Schedule, flow_timesteps, wan_official
 
@@ -43,12 +44,22 @@ COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 
 def list_models(folder: str) -> list[str]:
     """Names of the models in a folder of COMPONENTS and in that for diffusers; model_list.py says which."""
+    files: list[str] = folder_paths.get_filename_list(folder)
+    if folder == "diffusion_models":
+        files = [*files, *(name for name in gguf_files(folder) if name not in files)]
     return listed_names(
-        folder_paths.get_filename_list(folder),
+        files,
         folder_paths.get_folder_paths(folder),
         folder_paths.get_folder_paths("diffusers"),
         component=COMPONENTS[folder],
     )
+
+
+def gguf_files(folder: str) -> list[str]:
+    """Names of the GGUF files in a model folder, which ComfyUI's own lists leave out."""
+    roots = folder_paths.get_folder_paths(folder)
+    files = {file for root in roots for file in folder_paths.recursive_search(root, [".git"])[0]}
+    return sorted(file for file in files if file.endswith(GGUF_SUFFIX))
 
 
 def model_path(folder: str, name: str) -> str:

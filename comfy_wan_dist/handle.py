@@ -73,9 +73,7 @@ def resolve_model(
         validate_machines(degrees, machines)
         validate_devices(degrees, devices, machines=handle.machines)
     file = read_wan_file(read_model_file(handle.path))
-    dtype = resolve_dtype(
-        handle.dtype, devices=devices, file_dtype=file.entries["blocks.0.ffn.0.weight"].dtype
-    )
+    dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.dtype)
     device_memory = cuda_memory if devices.kind == "cuda" else None
     if degrees is None:
         degrees = choose_mesh(
@@ -118,7 +116,7 @@ def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
 
 
 def resolve_dtype(asked: str, *, devices: DeviceList, file_dtype: str) -> str:
-    """`auto` is bfloat16 on CUDA, and the file's own type on the CPU."""
+    """`auto` is bfloat16 on CUDA; on the CPU the file's own type, or that of what a quantised one leaves in 16 bits."""
     if asked not in DTYPES:
         raise ConfigError(f"dtype {asked!r} is not known; choose {', '.join(DTYPES)}")
     if asked != "auto":

@@ -101,9 +101,9 @@ def write_bad_models(base: Path) -> None:
         models / "wan_14B_i2v.safetensors", expected_parameters(WanShape(in_dim=36, **wide))
     )
     write_hollow_file(
-        models / "scaled_fp8.safetensors",
+        models / "int8.safetensors",
         expected_parameters(WanShape(**TINY)),
-        dtype="F8_E4M3",
+        dtype="I8",
     )
     write_transformer(models / "narrow_text.safetensors", WanShape(**TINY, text_dim=64), seed=31)
     good_model, good_vae = (models / MODEL).read_bytes(), (vaes / VAE).read_bytes()
@@ -213,12 +213,12 @@ def test_mesh_that_does_not_fit_is_refused(
     [
         ("wan_14B_t2v.safetensors", ["14B text-to-video", "16 input", "TI2V-5B"]),
         ("wan_14B_i2v.safetensors", ["14B image-to-video", "36 input", "TI2V-5B"]),
-        ("scaled_fp8.safetensors", ["F8_E4M3", "16- or 32-bit"]),
+        ("int8.safetensors", ["int8", "16- or 32-bit"]),
         ("vae_as_model.safetensors", ["looks like a VAE", "TI2V-5B"]),
         ("truncated.safetensors", ["truncated", "download it again"]),
         ("garbage.safetensors", ["garbage.safetensors", "no safetensors file"]),
         ("empty.safetensors", ["0 bytes", "download it again"]),
-        ("pickled.pt", ["not a .safetensors file", "convert"]),
+        ("pickled.pt", ["not a .safetensors or .gguf file", "convert"]),
         ("missing.safetensors", ["lacks 1 tensors", "blocks.0.ffn.2.weight"]),
         ("wrong_shape.safetensors", ["blocks.0.ffn.2.weight", "[512, 1000]", "[512, 1024]"]),
         (

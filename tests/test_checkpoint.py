@@ -18,7 +18,8 @@ from comfy_wan_dist.ipc.errors import InsufficientMemoryError, ModelFileError
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.model_file.header import TensorEntry, read_model_file
+from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
 from devtools.checkpoints import (
     TINY_VAE,

@@ -16,7 +16,7 @@ from typing import Any
 import graphs
 import pytest
 import torch
-from comfy_kit import group_of, succeed, tensors_of
+from comfy_kit import group_of, latent_of, succeed, tensors_of
 from graphs import MODEL, MODELS, VAE, VAES, image_to_video, save_tensors
 from rank_programs import loaded_digests
 from safetensors.torch import load_file, save_file
@@ -27,6 +27,7 @@ from comfy_wan_dist.model_file.names import PREFIXES
 from devtools.checkpoints import TINY_VAE, transformer_weights, write_shards
 from devtools.comfy_server import ComfyServer
 from devtools.mesh_runs import mesh_degrees
+from devtools.quantised import write_gguf
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 
@@ -123,20 +124,22 @@ def server(comfy: ComfyServer) -> ComfyServer:
     return comfy
 
 
-def test_folders_are_listed_in_place_of_their_files(server: ComfyServer) -> None:
-    def options(node: str, name: str) -> list[str]:
-        kind, *rest = server.get(f"/object_info/{node}")[node]["input"]["required"][name]
-        listed: list[str] = rest[0]["options"] if kind == "COMBO" else kind
-        return listed
+def options(server: ComfyServer, node: str, name: str) -> list[str]:
+    """What a node's list offers."""
+    kind, *rest = server.get(f"/object_info/{node}")[node]["input"]["required"][name]
+    listed: list[str] = rest[0]["options"] if kind == "COMBO" else kind
+    return listed
 
-    models = options("WanDistLoadModel", "model_name")
+
+def test_folders_are_listed_in_place_of_their_files(server: ComfyServer) -> None:
+    models = options(server, "WanDistLoadModel", "model_name")
     assert {"official/", "Tiny [diffusers]", MODEL} <= set(models)
     assert [name for name in models if "official" in name or "Tiny" in name] == [
         "official/",
         "Tiny [diffusers]",
     ]
     for node in ("WanDistVAEDecode", "WanDistImageToVideoLatent"):
-        vaes = options(node, "vae_name")
+        vaes = options(server, node, "vae_name")
         assert {"tiny/", "Tiny [diffusers]", VAE} <= set(vaes)
         assert "tiny/diffusion_pytorch_model.safetensors" not in vaes
 
@@ -167,3 +170,19 @@ def test_folders_give_the_same_video_as_the_file(server: ComfyServer) -> None:
             for name, tensor in tensors.items():
                 assert torch.equal(actual[node][name], tensor), (names, node, name)
     assert group_of(server).pids == group.pids
+
+
+def test_gguf_is_listed_and_gives_the_video_of_its_values(server: ComfyServer) -> None:
+    weights = load_file(server.base / MODELS / MODEL)
+    folder = server.base / "models" / "unet" / "packed"
+    folder.mkdir(parents=True, exist_ok=True)
+    values = write_gguf(folder / "tiny.gguf", weights, ("Q8_0", "Q4_K"))
+    save_file(values, folder / "values.safetensors")
+    assert "packed/tiny.gguf" in options(server, "WanDistLoadModel", "model_name")
+    assert "packed/tiny.gguf" not in options(server, "UNETLoader", "unet_name")
+
+    def latent(name: str) -> Tensor:
+        graph = graphs.sampled_latent(seed=5, steps=2, model=f"packed/{name}")
+        return latent_of(server, succeed(server, graph))
+
+    assert torch.equal(latent("tiny.gguf"), latent("values.safetensors"))

@@ -5,9 +5,10 @@ Source: Wan2.2 `config.json` fields and the shapes of its tensors; head_dim is 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..ipc.errors import ConfigError
+from .packing import Packing
 
 HEAD_DIM = 128
 PATCH_SIZE = (1, 2, 2)
@@ -15,7 +16,10 @@ PATCH_SIZE = (1, 2, 2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanShape:
-    """Sizes of a Wan transformer; the names are those of its official configuration."""
+    """Sizes of a Wan transformer; the names are those of its official configuration.
+
+    packed: weights that stay in memory as a quantised file has them, by their parameter's name.
+    """
 
     dim: int
     ffn_dim: int
@@ -24,6 +28,7 @@ class WanShape:
     out_dim: int
     text_dim: int = 4096
     freq_dim: int = 256
+    packed: tuple[tuple[str, Packing], ...] = field(default=(), repr=False)
 
     @property
     def num_heads(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..ipc.messages import LedgerLine
 from .degrees import MeshDegrees
 from .job import DTYPE_BYTES, Counting, PlannedJob, RankShare, rank_share
-from .memory import block_bytes
+from .memory import block_bytes, block_packings
 from .shape import HEAD_DIM
 
 STATE = "float32"
@@ -108,17 +108,26 @@ def _weights(
         ("blocks, for the text's keys and values", len(share.branches), once),
         ("blocks, for each forward", share.forwards, When.STEP),
     ):
-        yield Transfer(
-            what=what,
-            op="all_gather",
-            axis="fsdp",
-            ranks=degrees.replicas,
-            # Norms are float32 whatever the rest is: then the bytes travel as such.
-            dtype=job.dtype if job.dtype == "float32" else "uint8",
-            bytes=block_bytes(job.shape, tp=degrees.tp, parts=degrees.replicas, dtype=job.dtype),
-            calls=forwards * share.blocks,
-            when=when,
-        )
+        for packing, blocks in block_packings(
+            job.shape, stages=degrees.pp, stage=share.place["pp"]
+        ):
+            yield Transfer(
+                what=what,
+                op="all_gather",
+                axis="fsdp",
+                ranks=degrees.replicas,
+                # Norms are float32 whatever the rest is: then the bytes travel as such.
+                dtype=job.dtype if job.dtype == "float32" and not any(packing) else "uint8",
+                bytes=block_bytes(
+                    job.shape,
+                    tp=degrees.tp,
+                    parts=degrees.replicas,
+                    dtype=job.dtype,
+                    packing=packing,
+                ),
+                calls=forwards * blocks,
+                when=when,
+            )
 
 
 def _text(

@@ -1,7 +1,7 @@
 """Which files hold the model that a path means: one file, all shards of an index, or those of a folder.
 
 A folder is an official one, a component of diffusers, or a whole pipeline of diffusers, of which one component is
-meant. Only .safetensors files are; pickles are never opened.
+meant. Only .safetensors files are, and single .gguf files; pickles are never opened.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..ipc.errors import ModelFileError
 from .shown import listed, shown
 
 SUFFIXES = (".safetensors", ".sft")
+GGUF_SUFFIX = ".gguf"
 PICKLE_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
 SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -35,8 +36,10 @@ def files_of(path: Path, *, component: str) -> list[Path]:
         path = _model_in(path, component)
     if path.name.endswith(INDEX_SUFFIX):
         return _shards_of(path)
+    if path.suffix == GGUF_SUFFIX:
+        return [path]
     if path.suffix not in SUFFIXES:
-        raise ModelFileError(f"{path.name} is not a .safetensors file; {NO_PICKLES}")
+        raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")
     index = index_of(path)
     return [path] if index is None else _shards_of(index, shard=path)
 

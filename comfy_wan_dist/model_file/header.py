@@ -1,8 +1,8 @@
 """The header of safetensors files, read with distrust.
 
 A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands; a
-truncated or forged file fails here, before memory is allocated. Which files a model has is files.py's business.
-Not covered: GGUF.
+truncated or forged file fails here, before memory is allocated. Which files a model has is files.py's business, and
+what GGUF files say is gguf.py's.
 Source: safetensors format description (u64 header length, JSON header, tensor bytes).
 """
 
@@ -14,13 +14,15 @@ import json
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
-from .files import files_of
+from .entry import TensorEntry
+from .files import GGUF_SUFFIX, files_of
+from .gguf import read_gguf_header
 from .shown import shown
 
 # Far more than the header of any model, and little enough to be parsed in memory.
@@ -48,39 +50,34 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """Where a tensor lies: bytes start..stop-1 of file `path`, row-major."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    path: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFile:
-    """All tensors of a model, by name, and the files that hold them."""
+    """All tensors of a model, by name, and the files that hold them. metadata: texts beside the tensors."""
 
     path: str
     entries: Mapping[str, TensorEntry]
     file_bytes: int
     mtime_ns: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
-    """Read the model at `path`: a safetensors file, any shard of several, or a folder as files.py has it.
+    """Read the model at `path`: a safetensors or GGUF file, any shard of several, or a folder as files.py has it.
 
     component: which subfolder is meant of a folder of diffusers. The result's path is that of a file.
-    Raises ModelFileError: unreadable, not safetensors, truncated, overlapping, or a missing shard.
+    Raises ModelFileError: unreadable, neither of them, truncated, overlapping, or a missing shard.
     """
     given = Path(path)
     files = files_of(given, component=component)
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
+    metadata: dict[str, str] = {}
     for file in files:
-        size, modified, tensors = _read_header(file)
+        if file.suffix == GGUF_SUFFIX:
+            size, modified, tensors = read_gguf_header(file)
+        else:
+            size, modified, tensors, texts = _read_header(file)
+            metadata.update(texts)
         if twice := entries.keys() & tensors.keys():
             raise ModelFileError(
                 f"{file.name} repeats the tensor {shown(min(twice))} of another shard; download it again"
@@ -88,8 +85,13 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
         entries.update(tensors)
         file_bytes += size
         mtime_ns = max(mtime_ns, modified)
-    named = given if given in files else files[0]
-    return ModelFile(path=str(named), entries=entries, file_bytes=file_bytes, mtime_ns=mtime_ns)
+    return ModelFile(
+        path=str(given if given in files else files[0]),
+        entries=entries,
+        file_bytes=file_bytes,
+        mtime_ns=mtime_ns,
+        metadata=metadata,
+    )
 
 
 def content_of(file: ModelFile) -> str:
@@ -119,8 +121,8 @@ def content_of(file: ModelFile) -> str:
     return digest.hexdigest()
 
 
-def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
-    """File size, mtime in nanoseconds, and tensors."""
+def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry], dict[str, str]]:
+    """File size, mtime in nanoseconds, tensors, and metadata."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -146,11 +148,13 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
         raise ModelFileError(
             f"the header of {path.name} is not a JSON object; it is no safetensors file"
         )
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        metadata = {}
     data_start = 8 + length
     entries = {name: _entry(name, value, path, data_start) for name, value in header.items()}
     _require_exact_cover(entries, path, data_start, status.st_size)
-    return status.st_size, status.st_mtime_ns, entries
+    return status.st_size, status.st_mtime_ns, entries, metadata
 
 
 def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import HEAD_DIM, WanShape
-from .header import ModelFile, TensorEntry
+from .encoding import FLOATS, StoredTensor, layer_formats, packed_weights, read_encodings
+from .entry import TensorEntry
+from .header import ModelFile
 from .names import describe, find_naming, official_tensors
-from .shown import listed, shown
+from .shown import listed
 
 LATENT_CHANNELS = 48
-WEIGHT_TYPES = ("F32", "F16", "BF16")
 
 SIBLINGS = (
     ("vace_patch_embedding.weight", "a Wan VACE model"),
@@ -32,11 +33,19 @@ SIBLINGS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanFile:
-    """A recognised transformer: its sizes and where each official parameter lies."""
+    """A recognised transformer: its sizes, and how each official parameter is stored."""
 
     shape: WanShape
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, StoredTensor]
     file: ModelFile
+
+    @property
+    def dtype(self) -> str:
+        """The type that the file would be computed in: of a matrix, or of its bias if it is quantised."""
+        of_both = (
+            self.entries[f"blocks.0.ffn.0.{leaf}"].entry.dtype for leaf in ("weight", "bias")
+        )
+        return next((dtype for dtype in of_both if dtype in FLOATS), "F32")
 
 
 def read_wan_file(file: ModelFile) -> WanFile:
@@ -54,14 +63,11 @@ def read_wan_file(file: ModelFile) -> WanFile:
                 f"{label} is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file"
             )
     shape = _shape_of(entries, label)
-    wrong_type = next((n for n, e in entries.items() if e.dtype not in WEIGHT_TYPES), None)
-    if wrong_type is not None:
-        raise ModelFileError(
-            f"{label} stores {shown(wrong_type)} as {entries[wrong_type].dtype}; this version loads "
-            f"{', '.join(WEIGHT_TYPES)}, so choose a 16- or 32-bit file"
-        )
-    _require_parameters(entries, shape, label)
-    return WanFile(shape=shape, entries=entries, file=file)
+    layers = layer_formats(file.metadata, naming, label=label)
+    stored = read_encodings(entries, layers=layers, label=label)
+    _require_parameters(stored, shape, label)
+    packed = tuple(packed_weights(stored))
+    return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
 
 
 def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
@@ -142,7 +148,7 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
     return shape
 
 
-def _require_parameters(entries: Mapping[str, TensorEntry], shape: WanShape, label: str) -> None:
+def _require_parameters(entries: Mapping[str, StoredTensor], shape: WanShape, label: str) -> None:
     expected = expected_parameters(shape)
     if missing := sorted(expected.keys() - entries.keys()):
         raise ModelFileError(

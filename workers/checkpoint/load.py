@@ -20,6 +20,7 @@ from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
 
 from .allocate import allocate_parameters
+from .packed import apply_packing, official_name, packed_weights, read_scale
 from .reader import TensorReader
 
 
@@ -42,6 +43,7 @@ def build_model(
         return torch.float32 if any(part in name for part in FLOAT32_PARAMETERS) else dtype
 
     allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
+    apply_packing(model, tp)
     # Cut before there is memory: no rank ever holds a whole replica.
     apply_fsdp(model, fsdp, device=device)
     return model.to_empty(device=device).eval()
@@ -59,23 +61,33 @@ def load_weights(
 
     report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
     """
-    parameters = dict(model.named_parameters())
+    packed = packed_weights(model)
+    parameters = {official_name(name): held for name, held in model.named_parameters()}
     # File order: one forward pass over the disk.
-    names = sorted(parameters, key=lambda name: (file.entries[name].path, file.entries[name].start))
-    total = sum(file.entries[name].stop - file.entries[name].start for name in names)
+    stored = sorted(
+        ((name, file.entries[name]) for name in parameters),
+        key=lambda item: (item[1].entry.path, item[1].entry.start),
+    )
+    total = sum(tensor.entry.stop - tensor.entry.start for _, tensor in stored)
     done = 0
     with TensorReader() as reader, torch.no_grad():
-        for name in names:
-            entry = file.entries[name]
+        for name, tensor in stored:
+            entry, weight = tensor.entry, packed.get(name)
             part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
             first = part.start if part is not None and part.dim == 0 else 0
+            columns = part if part is not None and part.dim == 1 else None
             target, rows = local_part(parameters[name], fsdp)
+            if weight is not None:
+                target = target.view(torch.uint8)
+                columns = None if columns is None else weight.stored
             reader.read_into(
                 target,
-                entry,
+                entry if weight is None else tensor.as_bytes,
                 rows=Slice(dim=0, start=first + rows.start, stop=first + rows.stop),
-                columns=part if part is not None and part.dim == 1 else None,
+                columns=columns,
             )
+            if weight is not None and tensor.scale is not None:
+                read_scale(reader, tensor.scale, weight, name)
             percent = 100 * done // total
             done += entry.stop - entry.start
             if 100 * done // total > percent:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.model_file.header import TensorEntry
+from comfy_wan_dist.model_file.entry import TensorEntry
 from workers.parallel.plan import Slice
 
 BUFFER_BYTES = 16 * 2**20
@@ -24,6 +24,9 @@ TORCH_TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U8": torch.uint8,
 }
 
 
@@ -56,7 +59,7 @@ class TensorReader:
         rows: Slice | None = None,
         columns: Slice | None = None,
     ) -> None:
-        """Fill `target` (contiguous; any float type and device) with the entry, or with slices of its dims 0 and 1.
+        """Fill `target` (contiguous; any type and device) with the entry, or with slices of its dims 0 and 1.
 
         Only the bytes of `rows` are read; a slice of columns passes over whole rows. Raises ModelFileError.
         """

@@ -16,7 +16,9 @@ from workers.vae.run import SPATIAL, TEMPORAL
 from workers.vae.wan22 import VAEConfig, WanVAE
 
 from .allocate import allocate_parameters
-from .reader import TORCH_TYPES, TensorReader
+from .reader import TensorReader
+
+DTYPES = ("F32", "F16", "BF16", "F64")
 
 # The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
 MOST_TENSORS = 1000
@@ -39,9 +41,9 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
             f"but Wan2.2 TI2V-5B needs {SPATIAL} and {TEMPORAL}; {REMEDY}"
         )
     for name, entry in entries.items():
-        if entry.dtype not in TORCH_TYPES:
+        if entry.dtype not in DTYPES:
             raise ModelFileError(
-                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(TORCH_TYPES)}, so {REMEDY}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(DTYPES)}, so {REMEDY}"
             )
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)

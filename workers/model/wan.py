@@ -249,7 +249,8 @@ class WanModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the residual and of the matrix products."""
-        return cast(nn.Linear, self.text_embedding[0]).weight.dtype
+        # Of a bias: a weight may be kept in another form.
+        return cast(nn.Linear, self.text_embedding[0]).bias.dtype
 
     def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
         """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""

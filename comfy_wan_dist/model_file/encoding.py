@@ -1,0 +1,229 @@
+"""How a parameter's values follow from its bytes: 16- and 32-bit floats, fp8 with or without a scale, GGUF's blocks.
+
+A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
+the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
+of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype.
+Not covered: values are not read here, so that a scale is checked when it is loaded.
+Source: ComfyUI's QUANTIZATION.md and loader (0.3.75); ggml's block layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..ipc.errors import ModelFileError
+from ..mesh.packing import Packing
+from .entry import TensorEntry
+from .names import Naming
+from .shown import shown
+
+# How many values take how many bytes.
+FLOATS = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+}
+FP8 = {"F8_E4M3": (1, 1), "F8_E5M2": (1, 1)}
+BLOCKS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+PACKINGS = {
+    name: Packing(encoding=name, items=items, size=size)
+    for name, (items, size) in (FLOATS | FP8 | BLOCKS).items()
+}
+
+FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+"""Formats that newer files name, and the type that their weights must have."""
+METADATA_KEY = "_quantization_metadata"
+MAX_FORMAT_BYTES = 4096
+
+SCALES = ("scale_weight", "weight_scale")
+IGNORED = ("scale_input", "input_scale")
+UNKNOWN = ("weight_scale_2", "pre_quant_scale")
+COMPANIONS = (*SCALES, *IGNORED, *UNKNOWN, "comfy_quant")
+"""What may stand beside a layer's weight and bias, after the layer's name and a dot."""
+MARKER = "scaled_fp8"
+
+REMEDY = "choose an fp8 (e4m3fn or e5m2), GGUF, 16- or 32-bit file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A parameter: its bytes, and the scale that its values are still to be multiplied with."""
+
+    entry: TensorEntry
+    scale: TensorEntry | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def packing(self) -> Packing:
+        packing = PACKINGS[self.entry.dtype]
+        return packing if self.scale is None else replace(packing, is_scaled=True)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether it stays in memory as it is in the file: every quantised matrix of a linear."""
+        return len(self.shape) == 2 and self.entry.dtype not in FLOATS
+
+    @property
+    def as_bytes(self) -> TensorEntry:
+        """Of a matrix: its rows as bytes."""
+        rows, columns = self.shape
+        return TensorEntry(
+            dtype="U8",
+            shape=(rows, self.packing.row_bytes(columns)),
+            path=self.entry.path,
+            start=self.entry.start,
+            stop=self.entry.stop,
+        )
+
+
+def read_encodings(
+    entries: Mapping[str, TensorEntry], *, layers: Mapping[str, str], label: str
+) -> dict[str, StoredTensor]:
+    """Every tensor that is no companion of another one, with its scale.
+
+    layers: format of each layer that the file's metadata names (`layer_formats`). label: the file, for messages.
+    Raises ModelFileError naming a format that is not supported, or a scale that is missing or odd.
+    """
+    companions = {name for name in entries if name.rpartition(".")[2] in COMPANIONS}
+    formats = {**layers, **_formats_beside(entries, label)}
+    stored = {}
+    for name, entry in entries.items():
+        if name == MARKER or name in companions:
+            continue
+        layer, _, leaf = name.rpartition(".")
+        scale = None
+        if leaf == "weight":
+            named = formats.get(layer) or _guess_format(layer, entry, entries)
+            if named is not None and FORMATS.get(named) != entry.dtype:
+                raise ModelFileError(
+                    f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
+                )
+            scale = _scale_of(layer, entries, label)
+            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
+            if scale is None and must_have and len(entry.shape) == 2:
+                raise ModelFileError(
+                    f"{label}: the scaled weight {shown(name)} has no scale beside it "
+                    f"({' or '.join(SCALES)}); the file is incomplete: download it again"
+                )
+            if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
+                raise ModelFileError(
+                    f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
+                    f"matrices in fp8 may have; {REMEDY}"
+                )
+        _require_supported(name, entry, label)
+        stored[name] = StoredTensor(entry=entry, scale=scale)
+    if astray := sorted(n for n in companions if n.rpartition(".")[0] + ".weight" not in stored):
+        raise ModelFileError(
+            f"{label} has {shown(astray[0])} without the weight that it belongs to; the file is incomplete: "
+            "download it again"
+        )
+    return stored
+
+
+def layer_formats(metadata: Mapping[str, str], naming: Naming, *, label: str) -> dict[str, str]:
+    """Format of each layer that a file's metadata names, by its official name. Raises ModelFileError."""
+    raw = metadata.get(METADATA_KEY)
+    if raw is None:
+        return {}
+    try:
+        layers = json.loads(raw)["layers"]
+        # ComfyUI names layers without the prefix that the tensors may have.
+        return {naming.official(name) or name: _format_name(conf) for name, conf in layers.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelFileError(
+            f"the {METADATA_KEY} of {label} cannot be read; the file is damaged: download it again"
+        ) from error
+
+
+def _formats_beside(entries: Mapping[str, TensorEntry], label: str) -> dict[str, str]:
+    """Formats that `X.comfy_quant` tensors name: JSON, as bytes."""
+    formats = {}
+    for name, entry in entries.items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "comfy_quant":
+            continue
+        try:
+            if entry.dtype != "U8" or entry.stop - entry.start > MAX_FORMAT_BYTES:
+                raise ValueError("no short text")
+            formats[layer] = _format_name(json.loads(_read(entry)))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ModelFileError(
+                f"{label}: {shown(name)} is not the JSON of a format; the file is damaged: download it again"
+            ) from error
+    return formats
+
+
+def _format_name(conf: Any) -> str:
+    name = conf["format"] if isinstance(conf, dict) else conf
+    if not isinstance(name, str):
+        raise TypeError("a format's name is text")
+    return name
+
+
+def _read(entry: TensorEntry) -> bytes:
+    with open(entry.path, "rb") as file:
+        return os.pread(file.fileno(), entry.stop - entry.start, entry.start)
+
+
+def _guess_format(layer: str, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> str | None:
+    """Name of a format that is known only to be refused, and that the file does not name."""
+    if f"{layer}.weight_scale_2" in entries:
+        return "nvfp4"
+    if f"{layer}.pre_quant_scale" in entries:
+        return "a format with scales of inputs"
+    return "int8" if entry.dtype == "I8" else None
+
+
+def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> TensorEntry | None:
+    found = [name for leaf in SCALES if (name := f"{layer}.{leaf}") in entries]
+    if not found:
+        return None
+    scale = entries[found[0]]
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
+        )
+    if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
+        raise ModelFileError(
+            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
+            f"whole weight is supported, so {REMEDY}"
+        )
+    return scale
+
+
+def _require_supported(name: str, entry: TensorEntry, label: str) -> None:
+    if entry.dtype not in PACKINGS:
+        raise ModelFileError(
+            f"{label} stores {shown(name)} as {entry.dtype}, which is not supported; {REMEDY}"
+        )
+    if entry.dtype not in BLOCKS:
+        return
+    items, _ = BLOCKS[entry.dtype]
+    if len(entry.shape) != 2 or entry.shape[1] % items:
+        raise ModelFileError(
+            f"{label} stores {shown(name)} {list(entry.shape)} as {entry.dtype}, whose blocks of {items} values "
+            f"suit only matrices with rows of whole blocks; {REMEDY}"
+        )
+
+
+def packed_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Packing]]:
+    """What stays in memory as the file has it."""
+    return ((name, tensor.packing) for name, tensor in stored.items() if tensor.is_packed)

@@ -1,0 +1,267 @@
+"""The header of GGUF files, read with distrust, as header.py reads those of safetensors.
+
+Counts, lengths and places are checked before anything is done with them: at most MAX_TENSORS tensors and MAX_VALUES
+keys and texts are looked at, and a text is read only if it is short. The `gguf` package's own reader believes them: a
+forged count keeps it busy for as long as the count says.
+Not covered: big-endian files, version 1, and models in several parts.
+Source: ggml's GGUF specification, and ComfyUI-GGUF for a tensor's shape before it was flattened.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..ipc.errors import ModelFileError
+from .encoding import PACKINGS
+from .entry import TensorEntry
+from .shown import shown
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ARCHITECTURE = "wan"
+MAX_TENSORS = 2**16
+MAX_VALUES = 2**20
+MAX_TEXT_BYTES = 2**10
+MAX_DIMS = 8
+DEFAULT_ALIGNMENT = 32
+
+TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    30: "BF16",
+}
+OTHER_TYPES = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
+"""Only to be refused by name."""
+
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+"""Kind of a value -> its code in struct."""
+TEXT, ARRAY = 8, 9
+
+WANTED = ("general.architecture", "general.alignment", "split.count")
+SHAPE_PREFIX = "comfy.gguf.orig_shape."
+
+
+def read_gguf_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
+    """File size, mtime in nanoseconds, and tensors with their shapes in values, rows first. Raises ModelFileError."""
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            entries = _Header(file, path, status.st_size).read()
+    except OSError as error:
+        raise ModelFileError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    return status.st_size, status.st_mtime_ns, entries
+
+
+@dataclass(slots=True)
+class _Header:
+    file: BinaryIO
+    path: Path
+    file_bytes: int
+    values: int = 0
+
+    def read(self) -> dict[str, TensorEntry]:
+        magic = self._take(4)
+        if magic != MAGIC:
+            raise self._damaged("does not begin like a GGUF file")
+        (version,) = self._unpack("I")
+        if version not in VERSIONS:
+            raise ModelFileError(
+                f"{self.path.name} is GGUF version {version}; versions 2 and 3, little-endian, are supported: convert "
+                "it again with a current tool"
+            )
+        tensors, keys = self._unpack("QQ")
+        if tensors > MAX_TENSORS or keys > MAX_TENSORS:
+            raise self._damaged(f"says that it has {tensors} tensors and {keys} keys")
+        found = {
+            key: value for key, value in (self._key() for _ in range(keys)) if value is not None
+        }
+        self._require_wan(found)
+        described = [self._tensor() for _ in range(tensors)]
+        alignment = found.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._damaged(f"has the alignment {alignment}")
+        data_start = -(-self.file.tell() // alignment) * alignment
+        entries: dict[str, TensorEntry] = {}
+        for name, entry in described:
+            if name in entries:
+                raise self._damaged(f"has the tensor {shown(name)} twice")
+            placed = replace(entry, start=data_start + entry.start, stop=data_start + entry.stop)
+            entries[name] = self._reshaped(name, placed, found)
+        self._require_inside(entries)
+        return entries
+
+    def _require_wan(self, found: Mapping[str, Any]) -> None:
+        architecture = found.get("general.architecture")
+        if architecture != ARCHITECTURE:
+            raise ModelFileError(
+                f"{self.path.name} holds a model of the architecture {shown(architecture)}, not "
+                f"{ARCHITECTURE!r}; choose a GGUF file of Wan2.2 TI2V-5B"
+            )
+        if found.get("split.count", 0) not in (0, 1):
+            raise ModelFileError(
+                f"{self.path.name} is one part of {found['split.count']}; merge them to one file with llama-gguf-split"
+            )
+
+    def _key(self) -> tuple[str, Any]:
+        """A key and its value, which is None unless it is wanted."""
+        key = self._text()
+        (kind,) = self._unpack("I")
+        return key, self._value(kind, is_wanted=key in WANTED or key.startswith(SHAPE_PREFIX))
+
+    def _value(self, kind: int, *, is_wanted: bool) -> Any:
+        if kind in SCALARS:
+            return self._unpack(SCALARS[kind])[0]
+        if kind == TEXT:
+            return self._text() if is_wanted else self._skip_text()
+        if kind != ARRAY:
+            raise self._damaged(f"has a value of the unknown kind {kind}")
+        of, count = self._unpack("IQ")
+        if of == TEXT:
+            for _ in range(self._counted(count)):
+                self._skip_text()
+            return None
+        if of not in SCALARS:
+            raise self._damaged(f"has an array of the unknown kind {of}")
+        if is_wanted and count <= MAX_DIMS:
+            return self._unpack(f"{count}{SCALARS[of]}")
+        self._skip(count * struct.calcsize(SCALARS[of]))
+        return None
+
+    def _tensor(self) -> tuple[str, TensorEntry]:
+        """A tensor's name and entry, which counts from where the data will turn out to start."""
+        name = self._text()
+        (dims,) = self._unpack("I")
+        if dims > MAX_DIMS:
+            raise self._damaged(f"has the tensor {shown(name)} of {dims} dims")
+        shape = tuple(reversed(self._unpack(f"{dims}Q")))
+        number, start = self._unpack("IQ")
+        dtype = TYPES.get(number)
+        if dtype is None:
+            known = OTHER_TYPES.get(number)
+            raise ModelFileError(
+                f"{self.path.name} stores {shown(name)} in the GGUF type {known or number}, which is not supported; "
+                f"choose a file of {', '.join(TYPES.values())}"
+            )
+        packing = PACKINGS[dtype]
+        columns = shape[-1] if shape else 1
+        if columns % packing.items:
+            raise self._damaged(
+                f"has {shown(name)} with rows of {columns} values, which are no whole {dtype} blocks"
+            )
+        size = prod(shape[:-1]) * packing.row_bytes(columns)
+        return name, TensorEntry(
+            dtype=dtype, shape=shape, path=str(self.path), start=start, stop=start + size
+        )
+
+    def _reshaped(self, name: str, entry: TensorEntry, found: Mapping[str, Any]) -> TensorEntry:
+        shape = found.get(SHAPE_PREFIX + name)
+        if shape is None:
+            return entry
+        is_shape = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)
+        if not is_shape or prod(shape) != prod(entry.shape):
+            raise self._damaged(
+                f"has {shown(name)} of shape {list(entry.shape)}, which does not become {shown(shape)}"
+            )
+        return replace(entry, shape=shape)
+
+    def _require_inside(self, entries: Mapping[str, TensorEntry]) -> None:
+        position = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+            if entry.start < position:
+                raise self._damaged(f"has {shown(name)} where another tensor is")
+            if entry.stop > self.file_bytes:
+                raise ModelFileError(
+                    f"{self.path.name} has {self.file_bytes} bytes but {shown(name)} ends at {entry.stop}; it is "
+                    "truncated: download it again"
+                )
+            position = entry.stop
+
+    def _text(self) -> str:
+        (length,) = self._unpack("Q")
+        if length > MAX_TEXT_BYTES:
+            raise self._damaged(f"has a name of {length} bytes")
+        self._counted(1)
+        return self._take(length).decode("utf-8", "replace")
+
+    def _skip_text(self) -> None:
+        (length,) = self._unpack("Q")
+        self._counted(1)
+        self._skip(length)
+
+    def _counted(self, count: int) -> int:
+        self.values += count
+        if self.values > MAX_VALUES:
+            raise self._damaged(f"has more than {MAX_VALUES} texts in its header")
+        return count
+
+    def _unpack(self, code: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))
+
+    def _take(self, size: int) -> bytes:
+        taken = self.file.read(size)
+        if len(taken) < size:
+            raise self._truncated()
+        return taken
+
+    def _skip(self, size: int) -> None:
+        if size > self.file_bytes - self.file.tell():
+            raise self._truncated()
+        self.file.seek(size, os.SEEK_CUR)
+
+    def _truncated(self) -> ModelFileError:
+        return ModelFileError(
+            f"{self.path.name} has only {self.file_bytes} bytes, and its header is longer; it is truncated or no GGUF "
+            "file: download it again"
+        )
+
+    def _damaged(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self.path.name} {what}; the file is damaged: download it again")

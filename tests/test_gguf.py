@@ -1,0 +1,329 @@
+"""GGUF headers: what is read, and what is refused in one sentence with little memory, however hostile the file."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.gguf import OTHER_TYPES, TYPES
+from comfy_wan_dist.model_file.header import ModelFile, read_model_file
+from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from devtools.checkpoints import transformer_weights
+from devtools.quantised import write_gguf
+
+SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=1, in_dim=48, out_dim=48, text_dim=32, freq_dim=32)
+MEMORY = 4 * 2**20
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+ARCHITECTURE = key("general.architecture", 8, text("wan"))
+
+
+def tensor(name: str, dims: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def write(
+    path: Path,
+    *tensors: bytes,
+    keys: tuple[bytes, ...] = (ARCHITECTURE,),
+    data: int = 64,
+    version: int = 3,
+    tensor_count: int | None = None,
+    key_count: int | None = None,
+) -> Path:
+    counts = (
+        len(tensors) if tensor_count is None else tensor_count,
+        len(keys) if key_count is None else key_count,
+    )
+    header = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join((*keys, *tensors))
+    path.write_bytes(header + bytes(-len(header) % 32) + bytes(data))
+    return path
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """The message of the ModelFileError that `action` raises, for which it needs little memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelFileError) as caught:
+            action()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < MEMORY
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "m.gguf"
+
+
+def read(path: Path) -> ModelFile:
+    return read_model_file(str(path))
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("is_reshaped", [True, False])
+def test_entries_are_those_that_the_package_reads(file: Path, is_reshaped: bool) -> None:
+    kinds = ("Q8_0", "BF16", "Q4_0", "F16")
+    write_gguf(file, transformer_weights(SHAPE, seed=3), kinds, is_reshaped=is_reshaped)
+    model = read(file)
+    assert model.file_bytes == file.stat().st_size
+    expected = gguf.GGUFReader(file).tensors
+    assert list(model.entries) == [tensor.name for tensor in expected]
+    for tensor_ in expected:
+        entry = model.entries[tensor_.name]
+        assert entry.dtype == tensor_.tensor_type.name
+        assert entry.start == tensor_.data_offset
+        assert entry.stop - entry.start == tensor_.n_bytes
+        if len(entry.shape) != 5:
+            assert entry.shape == tuple(reversed(tensor_.shape.tolist()))
+    assert model.entries["patch_embedding.weight"].shape == (128, 48, 1, 2, 2)
+    shapes = {name: tensor.shape for name, tensor in read_wan_file(model).entries.items()}
+    assert shapes == expected_parameters(SHAPE)
+
+
+def test_types_have_the_numbers_of_the_package() -> None:
+    ours = {**TYPES, **OTHER_TYPES}
+    theirs = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
+    assert ours == {number: theirs[number] for number in ours}
+
+
+def test_empty_file_of_the_architecture_is_read(file: Path) -> None:
+    assert read(write(file)).entries == {}
+
+
+# ---- what is refused
+
+
+def test_truncated_file_is_refused_wherever_it_ends(file: Path) -> None:
+    write_gguf(file, {"a": torch.ones(4, 32)}, ("Q8_0",))
+    whole = file.read_bytes()
+    for size in range(read(file).entries["a"].stop):
+        file.write_bytes(whole[:size])
+        message = refusal(lambda: read(file))
+        assert message.startswith(f"m.gguf has {'only ' if 'only' in message else ''}{size} bytes")
+        assert message.endswith("download it again")
+
+
+def test_data_that_ends_early_is_named(file: Path) -> None:
+    write(file, tensor("x", (32, 4), 8, 0), data=135)
+    size = file.stat().st_size
+    assert refusal(lambda: read(file)) == (
+        f"m.gguf has {size} bytes but 'x' ends at {size + 1}; it is truncated: download it again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named"),
+    [
+        (key("general.architecture", 8, text("flux")), "'flux'"),
+        (key("general.architecture", 4, struct.pack("<I", 7)), "7"),
+        (key("general.name", 8, text("wan")), "None"),
+    ],
+)
+def test_other_architecture_is_refused(file: Path, architecture: bytes, named: str) -> None:
+    assert refusal(lambda: read(write(file, keys=(architecture,)))) == (
+        f"m.gguf holds a model of the architecture {named}, not 'wan'; choose a GGUF file of Wan2.2 TI2V-5B"
+    )
+
+
+@pytest.mark.parametrize(("kind", "named"), [(23, "IQ4_XS"), (4, "4"), (2**32 - 1, "4294967295")])
+def test_other_type_is_refused_by_name(file: Path, kind: int, named: str) -> None:
+    message = refusal(lambda: read(write(file, tensor("x", (256, 1), kind, 0))))
+    assert (
+        f"stores 'x' in the GGUF type {named}, which is not supported; choose a file of F32"
+        in message
+    )
+
+
+HUGE = 2**62
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"tensor_count": HUGE}, f"says that it has {HUGE} tensors and 1 keys"),
+        ({"key_count": HUGE}, f"says that it has 0 tensors and {HUGE} keys"),
+        ({"tensor_count": 2**16}, "its header is longer"),
+        ({"key_count": 2**16}, "its header is longer"),
+        ({"version": 1}, "is GGUF version 1; versions 2 and 3"),
+        ({"version": 3 << 24}, "is GGUF version 50331648"),
+        ({"tensors": (struct.pack("<Q", HUGE),)}, f"has a name of {HUGE} bytes"),
+        ({"tensors": (text("x") + struct.pack("<I", 2**31),)}, "'x' of 2147483648 dims"),
+        ({"tensors": (tensor("x", (HUGE, HUGE), 0, 0),)}, "it is truncated"),
+        ({"tensors": (tensor("x", (4,), 0, HUGE),)}, "it is truncated"),
+        ({"tensors": (tensor("x", (250, 4), 12, 0),)}, "rows of 250 values"),
+        (
+            {"tensors": (tensor("x", (4,), 0, 0), tensor("x", (4,), 0, 32))},
+            "has the tensor 'x' twice",
+        ),
+        (
+            {"tensors": (tensor("x", (4,), 0, 0), tensor("y", (4,), 0, 12))},
+            "has 'y' where another tensor is",
+        ),
+    ],
+)
+def test_absurd_header_is_refused(file: Path, content: dict[str, object], words: str) -> None:
+    tensors = content.pop("tensors", ()) if "tensors" in content else ()
+    write(file, *tensors, **content)  # type: ignore[misc, arg-type]
+    assert words in refusal(lambda: read(file))
+
+
+def array(kind: int, count: int, values: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + values
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (key("k", 99, b""), "unknown kind 99"),
+        (key("k", 8, struct.pack("<Q", HUGE)), "its header is longer"),
+        (key("k", 9, array(0, HUGE)), "its header is longer"),
+        (key("k", 9, array(8, HUGE)), "more than 1048576 texts"),
+        (key("k", 9, array(8, 2**20 - 10)), "its header is longer"),
+        (key("k", 9, array(9, 1, array(0, 0))), "array of the unknown kind 9"),
+        (key("general.alignment", 4, struct.pack("<I", 0)), "has the alignment 0"),
+        (key("general.alignment", 4, struct.pack("<I", 24)), "has the alignment 24"),
+        (key("general.alignment", 6, struct.pack("<f", 32.0)), "has the alignment 32.0"),
+        (key("split.count", 2, struct.pack("<H", 3)), "is one part of 3; merge them"),
+        (
+            key("comfy.gguf.orig_shape.x", 9, array(5, 2, struct.pack("<2i", 2, 3))),
+            "has 'x' of shape [4], which does not become (2, 3)",
+        ),
+        (
+            key("comfy.gguf.orig_shape.x", 9, array(5, 2, struct.pack("<2i", -2, -2))),
+            "does not become (-2, -2)",
+        ),
+        (
+            key("comfy.gguf.orig_shape.x", 9, array(6, 2, struct.pack("<2f", 2, 2))),
+            "does not become (2.0, 2.0)",
+        ),
+        (key("comfy.gguf.orig_shape.x", 8, text("four")), "does not become 'four'"),
+        (key("comfy.gguf.orig_shape.x", 4, struct.pack("<I", 4)), "does not become 4"),
+    ],
+)
+def test_absurd_value_is_refused(file: Path, value: bytes, words: str) -> None:
+    write(file, tensor("x", (4,), 0, 0), keys=(ARCHITECTURE, value), data=2**16)
+    assert words in refusal(lambda: read(file))
+
+
+def test_file_of_something_else_is_refused(file: Path) -> None:
+    file.write_bytes(b"<!DOCTYPE html>")
+    assert "does not begin like a GGUF file" in refusal(lambda: read(file))
+    file.unlink()
+    assert refusal(lambda: read(file)) == "m.gguf cannot be read: No such file or directory"
+
+
+def test_blocks_where_no_matrix_is_are_refused(file: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=3)
+    name = "blocks.0.norm3.bias"
+    weights[name] = weights[name].reshape(1, -1)
+    write_gguf(file, weights, ("Q8_0",))
+    content = file.read_bytes()
+    # One dim instead of two.
+    described = text(name) + struct.pack("<I2QI", 2, 128, 1, 8)
+    assert described in content
+    flat = text(name) + struct.pack("<IQI", 1, 128, 8)
+    start = content.index(described)
+    rest = content[start + len(described) :]
+    content = content[:start] + flat + rest
+    # As long as before, so that the data stay where they are.
+    file.write_bytes(content.replace(text("test"), text("test, longer"), 1))
+    message = refusal(lambda: read_wan_file(read(file)))
+    assert message.startswith(f"m.gguf stores '{name}' [128] as Q8_0, whose blocks of 32 values")
+
+
+def test_missing_tensor_is_named(file: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=3)
+    del weights["blocks.0.ffn.2.bias"]
+    write_gguf(file, weights, ("Q8_0",))
+    message = refusal(lambda: read_wan_file(read(file)))
+    assert "lacks 1 tensors, the first is blocks.0.ffn.2.bias" in message
+
+
+# ---- anything at all
+
+
+def read_or_refuse(folder: Path, content: bytes) -> None:
+    path = folder / "fuzz.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        entries = read(path).entries.values()
+    except ModelFileError:
+        return
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < MEMORY
+    # What is accepted lies inside the file, apart from each other.
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        assert position <= entry.start <= entry.stop <= len(content)
+        position = entry.stop
+
+
+SMALL = (
+    b"GGUF"
+    + struct.pack("<IQQ", 3, 2, 3)
+    + ARCHITECTURE
+    + key("words", 9, array(8, 2, text("a") + text("b")))
+    + key("comfy.gguf.orig_shape.x", 9, array(5, 2, struct.pack("<2i", 2, 2)))
+    + tensor("x", (4,), 0, 0)
+    + tensor("y", (32, 2), 8, 32)
+)
+REAL = SMALL + bytes(-len(SMALL) % 32) + bytes(100)
+
+
+@given(
+    changes=st.lists(
+        st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=6
+    )
+)
+def test_changed_bytes_are_read_or_refused(
+    changes: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = bytearray(REAL)
+    for place, value in changes:
+        content[place] = value
+    read_or_refuse(tmp_path_factory.getbasetemp(), bytes(content))
+
+
+@given(place=st.integers(4, len(SMALL) - 8), value=st.integers(0, 2**64 - 1))
+def test_any_number_anywhere_is_read_or_refused(
+    place: int, value: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = REAL[:place] + struct.pack("<Q", value) + REAL[place + 8 :]
+    read_or_refuse(tmp_path_factory.getbasetemp(), content)
+
+
+@given(rest=st.binary(max_size=300))
+def test_any_bytes_are_read_or_refused(
+    rest: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    read_or_refuse(tmp_path_factory.getbasetemp(), b"GGUF" + struct.pack("<I", 3) + rest)

@@ -1,0 +1,136 @@
+"""Weights that stay in memory as a quantised file has them, and exist in the model's dtype only while they are used.
+
+A linear reads `self.weight` as ever; here that is a property which unpacks. So the model, tensor parallelism and the
+loader know nothing of formats, and what a rank holds of a matrix is what it would hold of any other: rows for a column
+cut, columns for a row cut. Blocks are not cut: a rank holds those that its columns lie in, and what they have too much
+is left out after they are unpacked. A scale belongs to the whole weight, and all its shards share it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.packing import Packing
+from comfy_wan_dist.model_file.encoding import BLOCKS
+from comfy_wan_dist.model_file.entry import TensorEntry
+from workers.model.unpack import unpack_blocks
+from workers.model.wan import WanModel
+from workers.parallel.collectives import AxisGroup
+from workers.parallel.plan import Slice
+from workers.parallel.tensor import RowParallelLinear
+
+from .reader import TORCH_TYPES, TensorReader
+
+
+class PackedWeight(nn.Module):
+    """A rank's part of a matrix, [rows, columns], in the file's own form.
+
+    data: fp8 [rows, columns], or blocks as uint8 [rows, bytes]. scale: float32, one number, if the file has one.
+    stored: which bytes of the file's rows `data` holds.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, packing: Packing, held: Tensor, *, first: int) -> None:
+        """held: the meta tensor whose place this takes. first: which column of the full matrix its first one is."""
+        super().__init__()
+        rows, columns = held.shape
+        blocks = packing.covering(first, first + columns)
+        self.encoding = packing.encoding
+        self.dtype = held.dtype
+        self.skipped = first - blocks.start * packing.items
+        self.columns = columns
+        self.stored = Slice(
+            dim=1, start=blocks.start * packing.size, stop=blocks.stop * packing.size
+        )
+        width = len(blocks) * packing.size
+        dtype = torch.uint8 if packing.encoding in BLOCKS else TORCH_TYPES[packing.encoding]
+        data = torch.empty(rows, width, dtype=dtype, device=held.device)
+        self.data = nn.Parameter(data, requires_grad=False)
+        scale = torch.empty((), device=held.device) if packing.is_scaled else None
+        self.register_buffer("scale", scale)
+
+    def forward(self) -> Tensor:
+        """The values, [rows, columns] in the model's dtype."""
+        if self.encoding in BLOCKS:
+            values = unpack_blocks(self.data, self.encoding)
+            return values.narrow(1, self.skipped, self.columns).to(self.dtype)
+        if self.scale is None:
+            return self.data.to(self.dtype)
+        return self.data.float().mul_(self.scale).to(self.dtype)
+
+
+class _UnpacksWeight:
+    """Of a linear: `weight` is unpacked anew whenever it is read."""
+
+    packed: PackedWeight
+
+    @property
+    def weight(self) -> Tensor:
+        return self.packed()
+
+
+class PackedLinear(_UnpacksWeight, nn.Linear):  # type: ignore[override]
+    pass
+
+
+class PackedRowParallelLinear(_UnpacksWeight, RowParallelLinear):  # type: ignore[misc]
+    pass
+
+
+PACKED_TYPES: Mapping[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: PackedLinear,
+    RowParallelLinear: PackedRowParallelLinear,
+}
+
+
+def apply_packing(model: WanModel, tp: AxisGroup) -> None:
+    """Let the linears whose weights the model's shape names as packed keep them so.
+
+    Call it on the meta device, after the cuts that change a linear's kind or shape; a plain model stays as it is.
+    """
+    packed = dict(model.shape.packed)
+    for name, module in list(model.named_modules()):
+        packing = packed.get(f"{name}.weight")
+        if packing is None:
+            continue
+        held = module.weight
+        assert isinstance(held, Tensor)
+        # RowParallelLinear's columns are its rank's run of the full matrix's.
+        first = tp.rank * held.shape[1] if isinstance(module, RowParallelLinear) else 0
+        del module.weight
+        module.__class__ = PACKED_TYPES[type(module)]  # as torch's own parametrizations do
+        module.packed = PackedWeight(packing, held, first=first)
+
+
+def official_name(parameter: str) -> str:
+    """Of a parameter as the model has it: what is packed stands for the weight."""
+    return re.sub(r"\.packed\.data$", ".weight", parameter)
+
+
+def packed_weights(model: WanModel) -> dict[str, PackedWeight]:
+    """By the official name of the parameter that each stands for."""
+    return {
+        official_name(f"{name}.data"): module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedWeight)
+    }
+
+
+def read_scale(reader: TensorReader, entry: TensorEntry, weight: PackedWeight, name: str) -> None:
+    """Load the scale of the weight `name`. Raises ModelFileError for one that no weight can have."""
+    assert weight.scale is not None
+    scale = torch.empty(1)
+    reader.read_into(scale, entry)
+    if not 0 <= (value := scale.item()) < math.inf:
+        raise ModelFileError(
+            f"the scale of {name} is {value}, which must be finite and not negative; the file is damaged: download it "
+            "again"
+        )
+    weight.scale.copy_(scale[0])
