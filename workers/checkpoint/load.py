@@ -5,7 +5,7 @@ Peak memory is the rank's own shard and one read buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from accelerate import init_empty_weights
@@ -14,12 +14,12 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import FLOAT32_PARAMETERS, WanModel
 from workers.parallel.collectives import AxisGroup
-from workers.parallel.fsdp import apply_fsdp, local_part
-from workers.parallel.plan import Slice, parameter_slice
+from workers.parallel.fsdp import apply_fsdp
 from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
 
 from .allocate import allocate_parameters
+from .part import own_part
 from .reader import TensorReader
 
 
@@ -54,12 +54,13 @@ def load_weights(
     tp: AxisGroup,
     fsdp: AxisGroup,
     report: Callable[[int, int], None],
+    leave_out: Collection[str] = (),
 ) -> int:
-    """Stream the file's weights into `model`; returns the bytes asked of the file.
+    """Stream the file's weights into `model`, but for the parameters `leave_out`; returns the bytes asked of the file.
 
     report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
     """
-    parameters = dict(model.named_parameters())
+    parameters = {name: value for name, value in model.named_parameters() if name not in leave_out}
     # File order: one forward pass over the disk.
     names = sorted(parameters, key=lambda name: (file.entries[name].path, file.entries[name].start))
     total = sum(file.entries[name].stop - file.entries[name].start for name in names)
@@ -67,15 +68,7 @@ def load_weights(
     with TensorReader() as reader, torch.no_grad():
         for name in names:
             entry = file.entries[name]
-            part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
-            first = part.start if part is not None and part.dim == 0 else 0
-            target, rows = local_part(parameters[name], fsdp)
-            reader.read_into(
-                target,
-                entry,
-                rows=Slice(dim=0, start=first + rows.start, stop=first + rows.stop),
-                columns=part if part is not None and part.dim == 1 else None,
-            )
+            own_part(name, parameters[name], entry, tp=tp, fsdp=fsdp).load(reader)
             percent = 100 * done // total
             done += entry.stop - entry.start
             if 100 * done // total > percent:
