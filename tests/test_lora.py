@@ -130,7 +130,7 @@ def test_loras_of_these_tests_and_their_order_matter(
         ("single", "bfloat16"),
         ("tp2", "bfloat16"),
         ("pp2", "float32"),
-        ("ulysses2-tp2-fsdp", "float32"),
+        ("ulysses2-fsdp", "float32"),
     ],
 )
 def test_every_change_of_the_chain_is_a_fresh_load(

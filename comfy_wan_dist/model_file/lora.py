@@ -41,17 +41,15 @@ class LoraFile:
     unknown: tuple[str, ...]
     parameters: int
 
-    def describe(self, strength: float) -> str:
-        """One line for a report."""
+    def describe(self, strength: float, *, most: int = SHOWN_KEYS) -> str:
+        """One line: what is changed, and what is left out, of which it names no more than `most` keys."""
         changed = f"{self.label} at strength {strength:g}: {len(self.patches)} of {self.parameters} parameters changed"
-        return changed + (f"; {unknown_text(self.unknown)}" if self.unknown else "")
-
-
-def unknown_text(keys: tuple[str, ...]) -> str:
-    """The keys, or the first of many, with their number."""
-    first = ", ".join(map(shown, keys[:SHOWN_KEYS]))
-    more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
-    return f"{len(keys)} keys are not known and left out: {first}{more}"
+        if not self.unknown:
+            return changed
+        count = f"{len(self.unknown)} keys are" if len(self.unknown) > 1 else "1 key is"
+        first = ", ".join(map(shown, self.unknown[:most]))
+        more = f" and {len(self.unknown) - most} more" if len(self.unknown) > most else ""
+        return f"{changed}; {count} not known and left out: {first}{more}"
 
 
 def read_lora(file: ModelFile, shape: WanShape) -> LoraFile:
