@@ -15,6 +15,7 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes.conditioning import LoadConditioning, SaveConditioning
     from .nodes.image_to_video_latent import ImageToVideoLatent
     from .nodes.load_model import LoadModel
+    from .nodes.lora import LoRA
     from .nodes.plan import PlanMesh
     from .nodes.sampler import Sampler
     from .nodes.vae_decode import VAEDecode
@@ -29,6 +30,7 @@ async def comfy_entrypoint() -> ComfyExtension:
                 SaveConditioning,
                 LoadConditioning,
                 PlanMesh,
+                LoRA,
             ]
 
     return WanDistExtension()

@@ -6,10 +6,11 @@ description names. Reading the file's header again is cheap and notices a replac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from .ipc.errors import ConfigError
-from .ipc.messages import ModelSpec, VAESpec
+from .ipc.messages import LoraSpec, ModelSpec, VAESpec
 from .mesh.choice import choose_mesh
 from .mesh.degrees import MeshDegrees, parse_mesh
 from .mesh.devices import DeviceList, parse_devices
@@ -17,17 +18,28 @@ from .mesh.machines import Machines, parse_machines, validate_machines
 from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, content_of, read_model_file
+from .model_file.lora import LoraFile, read_lora
 from .model_file.wan import read_wan_file
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+MAX_STRENGTH = 100.0
 FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraHandle:
+    """A LoRA file and how strongly to merge it, -100 to 100 and not 0."""
+
+    path: str
+    strength: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelHandle:
-    """A transformer's file or folder and how to spread it. All fields are as the loader's widgets say.
+    """A transformer's file or folder and how to spread it. Most fields are as the loader's widgets say.
 
     devices: on each machine. head_address: of this one, for the others; read only if there are any.
+    loras: in the order in which they are merged.
     """
 
     path: str
@@ -37,6 +49,17 @@ class ModelHandle:
     compile: bool
     machines: int = 1
     head_address: str = ""
+    loras: tuple[LoraHandle, ...] = ()
+
+    def with_lora(self, path: str, strength: float) -> ModelHandle:
+        """This model with one LoRA more; strength 0 means without it. Raises ConfigError."""
+        if not isfinite(strength) or abs(strength) > MAX_STRENGTH:
+            raise ConfigError(
+                f"the LoRA's strength is {strength}; it must be a number from {-MAX_STRENGTH:g} to {MAX_STRENGTH:g}"
+            )
+        if strength == 0:
+            return self
+        return replace(self, loras=(*self.loras, LoraHandle(path=path, strength=strength)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +68,7 @@ class ResolvedModel:
 
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
-    device_memory: bytes of the smallest device, if that is known.
+    device_memory: bytes of the smallest device, if that is known. loras: what they change, in the spec's order.
     """
 
     spec: ModelSpec
@@ -55,12 +78,21 @@ class ResolvedModel:
     is_auto: bool
     device_memory: int | None = None
     machines: Machines | None = None
+    loras: tuple[LoraFile, ...] = ()
+
+    @property
+    def lora_lines(self) -> tuple[str, ...]:
+        """A line for each LoRA: what it changes, and what of it is left out."""
+        return tuple(
+            file.describe(spec.strength)
+            for file, spec in zip(self.loras, self.spec.loras, strict=True)
+        )
 
 
 def resolve_model(
     handle: ModelHandle, *, visible_cuda: int, cuda_memory: int | None = None
 ) -> ResolvedModel:
-    """Read the file's header, choose the mesh if it is `auto`, and check that all of it goes together.
+    """Read the files' headers, choose the mesh if it is `auto`, and check that all of it goes together.
 
     cuda_memory: bytes of the smallest visible device; with it `auto` cuts the weights where they do not fit.
     Raises ModelFileError, MeshError, ConfigError.
@@ -85,6 +117,7 @@ def resolve_model(
             dtype=dtype,
         )
     validate_model(degrees, file.shape)
+    lora_files = [read_model_file(lora.path) for lora in handle.loras]
     return ResolvedModel(
         spec=ModelSpec(
             path=file.file.path,
@@ -93,7 +126,18 @@ def resolve_model(
             dtype=dtype,
             compile=handle.compile,
             content="" if machines is None else content_of(file.file),
+            loras=tuple(
+                LoraSpec(
+                    path=each.path,
+                    file_bytes=each.file_bytes,
+                    mtime_ns=each.mtime_ns,
+                    strength=lora.strength,
+                    content="" if machines is None else content_of(each),
+                )
+                for lora, each in zip(handle.loras, lora_files, strict=True)
+            ),
         ),
+        loras=tuple(read_lora(each, file.shape) for each in lora_files),
         shape=file.shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec, SampleRequest, TensorRef
+from comfy_wan_dist.ipc.messages import LedgerLine, LoraSpec, ModelSpec, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import content_of, read_model_file
@@ -207,6 +207,17 @@ def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> 
         mtime_ns=status.st_mtime_ns,
         dtype=dtype,
         compile=compile,
+        content=content_of(read_model_file(str(path))),
+    )
+
+
+def lora_spec(path: Path, strength: float) -> LoraSpec:
+    status = path.stat()
+    return LoraSpec(
+        path=str(path),
+        file_bytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        strength=strength,
         content=content_of(read_model_file(str(path))),
     )
 

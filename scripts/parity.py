@@ -1,11 +1,13 @@
 """Compare every mesh, and the whole path through ComfyUI, with independent references: `make parity`.
 
-Four references, all in float32 on the CPU with equal seeded weights of the real architecture, in toy size but for the
+Five references, all in float32 on the CPU with equal seeded weights of the real architecture, in toy size but for the
 last one:
 
     single             one process of this project: every mesh, every case, one forward and runs of 4 steps
+    merged             a file with LoRAs merged in float64, on one process: every mesh with the same LoRAs to merge
     diffusers          its transformer and its VAE against this project's, on one process
-    comfyui-ksampler   a stock KSampler against WanDistSampler in one real ComfyUI, same file, seed and latent
+    comfyui-ksampler   a stock KSampler against WanDistSampler in one real ComfyUI, same file, seed and latent, also
+                       behind LoraLoaderModelOnly and WanDistLoRA
     comfyui-vae        stock VAEDecode, VAEEncode and Wan22ImageToVideoLatent against this project's nodes there, with
                        a VAE of full size, which makes a file of 2.8 GB that each side holds in memory
 
@@ -18,12 +20,13 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from comfy_wan_dist.conditioning_file import save as save_conditioning
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import (
     TINY_TRANSFORMER,
     TINY_VAE,
@@ -53,10 +57,12 @@ from devtools.comfy_server import (
     PromptResult,
     find_comfyui,
 )
+from devtools.loras import Parts, merged, mixed_lora, plain_lora, spelled
 from devtools.mesh_runs import (
     CASES,
     CPU,
     FORWARD_LIMIT,
+    GUIDANCE,
     MANY_HEADS,
     MANY_HEADS_MESH,
     MESHES,
@@ -67,10 +73,13 @@ from devtools.mesh_runs import (
     TWO_HEADS,
     Case,
     Inputs,
+    Schedule,
     forward_rank,
+    lora_spec,
     matrix_rank,
     mesh_degrees,
     model_spec,
+    sample_rank,
 )
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
@@ -159,6 +168,7 @@ def all_rows(base: Path) -> Iterator[Row]:
     spec = model_spec(base / "models" / "diffusion_models" / MODEL_NAME)
     with RankPool() as pool:
         yield from mesh_rows(pool, spec)
+        yield from lora_rows(pool, spec, base)
         for shape, cases, meshes in (
             (TWO_HEADS, SIZES, SIZED_MESHES),
             (MANY_HEADS, (CASES[2],), (MANY_HEADS_MESH,)),
@@ -171,9 +181,11 @@ def all_rows(base: Path) -> Iterator[Row]:
 
 
 def write_files(base: Path) -> None:
-    """ComfyUI's base folder with both models and two prompts."""
-    for name in ("models/diffusion_models", "models/vae", "input"):
+    """ComfyUI's base folder with both models, two LoRAs and two prompts."""
+    for name in ("models/diffusion_models", "models/vae", "models/loras", "input"):
         (base / name).mkdir(parents=True)
+    for name, parts, _ in lora_chain():
+        save_file(spelled(parts, "comfyui"), base / "models" / "loras" / name)
     save_file(
         transformer_weights(TINY_TRANSFORMER, seed=1),
         base / "models" / "diffusion_models" / MODEL_NAME,
@@ -243,6 +255,49 @@ def forward_rows(
                 reference="single",
                 limit=FORWARD_LIMIT,
             )
+
+
+def lora_chain() -> tuple[tuple[str, Parts, float], ...]:
+    """File name, content and strength of two LoRAs with all kinds of changes that ComfyUI makes too.
+
+    ComfyUI leaves out what a file says of the modulations, which are no leaf module's.
+    """
+    shapes = expected_parameters(TINY_TRANSFORMER)
+    mixed = mixed_lora(shapes, seed=5)
+    mixed = {name: parts for name, parts in mixed.items() if not name.endswith("modulation")}
+    return (
+        ("mixed.safetensors", mixed, 0.8),
+        ("plain.safetensors", plain_lora(shapes, seed=6), -0.5),
+    )
+
+
+def lora_rows(pool: RankPool, spec: ModelSpec, base: Path) -> Iterator[Row]:
+    """One step of a batch on every mesh."""
+    chain = lora_chain()
+    path = base / "merged.safetensors"
+    weights = transformer_weights(TINY_TRANSFORMER, seed=1)
+    save_file(merged(weights, *((parts, strength) for _, parts, strength in chain)), path)
+    case, schedule = CASES[-1], Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
+    inputs = case.inputs(TINY_TRANSFORMER)
+
+    def result(mesh: str, model: ModelSpec) -> Tensor:
+        ranks = mesh_degrees(mesh).world_size
+        runs = pool.run(ranks, sample_rank, mesh, model, inputs, schedule, timeout_s=RUN_TIMEOUT_S)
+        return runs[0][0]
+
+    expected = result("single", model_spec(path))
+    loras = tuple(
+        lora_spec(base / "models" / "loras" / name, strength) for name, _, strength in chain
+    )
+    for mesh in MESHES:
+        yield compare(
+            result(mesh, replace(spec, loras=loras)),
+            expected,
+            mesh=mesh,
+            case=f"two LoRAs, {case.name}, one step",
+            reference="merged",
+            limit=FORWARD_LIMIT,
+        )
 
 
 # ---- diffusers -------------------------------------------------------------------------------------------------
@@ -315,6 +370,7 @@ def diffusers_forward(reference: Any, case: Case) -> Tensor:
 
 # ---- ComfyUI ---------------------------------------------------------------------------------------------------
 
+ComfyUIRun = tuple[str, str, str, float, int, float, float]
 # (case, sampler, scheduler, shift, steps, cfg, denoise). At 20 steps ComfyUI's uni_pc is already
 # the work of float32 rounding as much as of its formulas.
 COMFYUI_RUNS = tuple(
@@ -347,9 +403,10 @@ def run_graph(server: ComfyServer, graph: dict[str, Any]) -> PromptResult:
 
 def sampler_rows(server: ComfyServer) -> Iterator[Row]:
     """A stock KSampler once, this project's once for each mesh."""
-    for mesh in COMFYUI_MESHES:
-        result = run_graph(server, comfyui_graph(mesh))
-        for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(COMFYUI_RUNS):
+    for mesh, has_loras in itertools.product(COMFYUI_MESHES, (False, True)):
+        runs = COMFYUI_RUNS[:1] if has_loras else COMFYUI_RUNS
+        result = run_graph(server, comfyui_graph(mesh, runs, has_loras=has_loras))
+        for index, (case, sampler, scheduler, _, steps, _, _) in enumerate(runs):
             stock, own = (
                 load_tensors(server.view(result.outputs[f"save_{kind}_{index}"]["latents"][0]))[
                     "latent_tensor"
@@ -360,19 +417,28 @@ def sampler_rows(server: ComfyServer) -> Iterator[Row]:
                 own,
                 stock,
                 mesh=mesh,
-                case=f"{case}, {sampler}, {scheduler}, {steps} steps",
+                case=f"{case}, {'two LoRAs, ' * has_loras}{sampler}, {scheduler}, {steps} steps",
                 reference="comfyui-ksampler",
                 limit=COMFYUI_LIMIT,
             )
 
 
-def comfyui_graph(mesh: str) -> dict[str, Any]:
-    """Every run of COMFYUI_RUNS by a KSampler and by a WanDistSampler, from one file, latent and seed."""
+def comfyui_graph(mesh: str, runs: tuple[ComfyUIRun, ...], *, has_loras: bool) -> dict[str, Any]:
+    """Every run by a KSampler and by a WanDistSampler, from one file, latent and seed."""
     graph = {
         "stock_model": node("UNETLoader", unet_name=MODEL_NAME, weight_dtype="default"),
         "own_model": own_model(mesh),
         "image": node("LoadImage", image="start.png"),
     }
+    stock, own = "stock_model", "own_model"
+    for name, _, strength in lora_chain() if has_loras else ():
+        graph[f"stock {name}"] = node(
+            "LoraLoaderModelOnly", model=[stock, 0], lora_name=name, strength_model=strength
+        )
+        graph[f"own {name}"] = node(
+            "WanDistLoRA", model=[own, 0], lora_name=name, strength=strength
+        )
+        stock, own = f"stock {name}", f"own {name}"
     for name in ("positive", "negative"):
         graph[name] = node("WanDistLoadConditioning", file=f"{name}.safetensors [input]")
     size = {"width": 96, "height": 96, "length": 9, "batch_size": 1}
@@ -390,7 +456,7 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
             **size,
             **given,
         )
-    for index, (case, sampler, scheduler, shift, steps, cfg, denoise) in enumerate(COMFYUI_RUNS):
+    for index, (case, sampler, scheduler, shift, steps, cfg, denoise) in enumerate(runs):
         common = {
             "positive": ["positive", 0],
             "negative": ["negative", 0],
@@ -402,11 +468,9 @@ def comfyui_graph(mesh: str) -> dict[str, Any]:
             "scheduler": scheduler,
             "denoise": denoise,
         }
-        graph[f"shift_{index}"] = node("ModelSamplingSD3", model=["stock_model", 0], shift=shift)
+        graph[f"shift_{index}"] = node("ModelSamplingSD3", model=[stock, 0], shift=shift)
         graph[f"stock_{index}"] = node("KSampler", model=[f"shift_{index}", 0], **common)
-        graph[f"own_{index}"] = node(
-            "WanDistSampler", model=["own_model", 0], shift=shift, **common
-        )
+        graph[f"own_{index}"] = node("WanDistSampler", model=[own, 0], shift=shift, **common)
         for kind in ("stock", "own"):
             graph[f"save_{kind}_{index}"] = node(
                 "SaveLatent", samples=[f"{kind}_{index}", 0], filename_prefix=f"{kind}_{index}"

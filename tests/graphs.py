@@ -15,7 +15,7 @@ from PIL import Image
 from comfy_wan_dist import conditioning_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, write_transformer, write_vae
 
-MODELS, VAES = "models/diffusion_models", "models/vae"
+MODELS, VAES, LORAS = "models/diffusion_models", "models/vae", "models/loras"
 MODEL, VAE, IMAGE = "tiny_wan.safetensors", "tiny_vae.safetensors", "start.png"
 POSITIVE, NEGATIVE = "positive.safetensors", "negative.safetensors"
 
@@ -27,7 +27,7 @@ def write_files(base: Path) -> None:
 
     Files that are there stay as they are, so that a group need not load them again.
     """
-    for folder in (MODELS, VAES, "input"):
+    for folder in (MODELS, VAES, LORAS, "input"):
         (base / folder).mkdir(parents=True, exist_ok=True)
     if (base / MODELS / MODEL).exists():
         return

@@ -21,6 +21,7 @@ from comfy_kit import BackgroundRun, bytes_read, error_of, group_of, groups_of, 
 from diffusers import AutoencoderKLWan
 from graphs import (
     IMAGE,
+    LORAS,
     MODEL,
     MODELS,
     POSITIVE,
@@ -54,6 +55,7 @@ def server(comfy: ComfyServer) -> ComfyServer:
     """The shared ComfyUI, with good files, and bad ones under the names used below."""
     graphs.write_files(comfy.base)
     write_bad_models(comfy.base)
+    write_bad_loras(comfy.base)
     write_bad_inputs(comfy.base / "input")
     return comfy
 
@@ -343,6 +345,65 @@ def shape_of_bytes(size: float, *, dim: int, ffn_dim: int) -> WanShape:
         weight_bytes(shape(blocks), MeshDegrees(), stage=0, dtype="bfloat16") for blocks in (1, 2)
     )
     return shape(1 + max(0, round((size - one) / (two - one))))
+
+
+# ---- LoRAs
+
+
+def write_bad_loras(base: Path) -> None:
+    loras = base / LORAS
+
+    def pair(module: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        values = {"lora_A": torch.ones(4, columns), "lora_B": torch.ones(rows, 4)}
+        return {f"{module}.{end}.weight": value for end, value in values.items()}
+
+    module = "diffusion_model.blocks.0.self_attn.q"
+    good = pair(module, 512, 512)
+    save_file(pair(module, 5120, 5120), loras / "wide.safetensors")
+    save_file(pair(module.replace("0", "3"), 512, 512), loras / "deep.safetensors")
+    save_file(pair("lora_unet_down_blocks_0", 320, 320), loras / "other.safetensors")
+    save_file({f"{module}.lora_A.weight": torch.ones(4, 512)}, loras / "half.safetensors")
+    save_file(good | {f"{module}.alpha": torch.ones(2)}, loras / "alpha.safetensors")
+    save_file(good | {f"{module}.oft_blocks": torch.ones(4, 128, 128)}, loras / "oft.safetensors")
+    save_file(
+        good | {f"{module}.lora_A.weight": torch.full((4, 512), torch.nan)},
+        loras / "nan.safetensors",
+    )
+    save_file(good, loras / "cut.safetensors")
+    (loras / "cut.safetensors").write_bytes((loras / "cut.safetensors").read_bytes()[:-10])
+    (loras / "pickled.pt").write_bytes(b"\x80\x04\x95")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wide.safetensors", ["width 5120", "width 512;"]),
+        ("deep.safetensors", ["block 3", "0 to 2"]),
+        ("other.safetensors", ["changes nothing", "'lora_unet_down_blocks_0.lora_A.weight'"]),
+        ("half.safetensors", ["without its up", "download it again"]),
+        ("alpha.safetensors", ["[2]", "one number"]),
+        ("oft.safetensors", ["OFT", "does not merge"]),
+        ("cut.safetensors", ["truncated", "download it again"]),
+        ("pickled.pt", ["not a .safetensors file", "convert"]),
+    ],
+)
+def test_file_that_is_no_lora_is_refused(
+    refuse: Callable[..., str], seed: int, name: str, words: list[str]
+) -> None:
+    graph = with_lora(sampled_latent(seed=seed), name)
+    assert_says(refuse(graph, at="lora", error="ModelFileError"), [name, *words])
+
+
+def test_lora_with_nan_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = with_lora(sampled_latent(seed=seed), "nan.safetensors")
+    message = refuse(graph, at="sampler", error="ModelFileError")
+    assert_says(message, ["nan.safetensors", "self_attn.q.lora_A.weight' holds", "NaN"])
+
+
+def with_lora(graph: Graph, name: str) -> Graph:
+    graph["lora"] = node("WanDistLoRA", model=["model", 0], lora_name=name, strength=1.0)
+    graph["sampler"]["inputs"]["model"] = ["lora", 0]
+    return graph
 
 
 # ---- latents

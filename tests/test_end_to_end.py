@@ -1,8 +1,8 @@
 """The whole path in a real ComfyUI: from graph to frames, reuse, progress, interrupt, and the death of a rank.
 
-Covered: all six nodes with tiny models on the CPU, on one worker group that most tests share. Not covered: whether
-the numbers are right (test_model.py, test_vae.py and their neighbours compare them), how a group ends with ComfyUI
-(test_lifetime.py), and requests that cannot be carried out (test_bad_input.py).
+Covered: the nodes with tiny models on the CPU, on one worker group that most tests share. Not covered: whether
+the numbers are right (test_model.py, test_vae.py and their neighbours compare them), LoRAs (test_lora_node.py), how a
+group ends with ComfyUI (test_lifetime.py), and requests that cannot be carried out (test_bad_input.py).
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ NODES = {
         ["width", "height", "length", "batch_size", "steps", "cfg", "devices", "model"],
         ["chart", "report"],
     ),
+    "WanDistLoRA": (["model", "lora_name", "strength"], ["model"]),
 }
 
 

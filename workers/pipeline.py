@@ -13,7 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -44,8 +44,9 @@ from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
-from .checkpoint.files import ModelFiles
+from .checkpoint.files import ModelFiles, Spec
 from .checkpoint.load import build_model, load_weights
+from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_changes
 from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
 from .checkpoint.vae import load_vae
 from .loaded import LoadedModel, finish_model
@@ -88,8 +89,11 @@ def build_runner(
 
 @dataclass(frozen=True, kw_only=True)
 class HeldModel:
+    """changes: what LoRAs have made of the file's weights."""
+
     spec: ModelSpec
     loaded: LoadedModel
+    changes: Changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,11 +307,36 @@ class PlaneRunner:
         return outside_graphs(groups) if request.model.compile else groups
 
     def _have_model(self, spec: ModelSpec, groups: MeshGroups, job: Job) -> LoadedModel:
-        """The transformer `spec` names, loaded if it is not the one at hand."""
+        """The transformer `spec` names, loaded if it is not the one at hand.
+
+        If it differs in its LoRAs only, no more is read than what they change.
+        """
         if self._model is not None and self._model.spec == spec:
             together(job, self._bring_back)
             return self._model.loaded
-        file = together(job, lambda: self._recognise(spec, groups.degrees))
+        file, changes = together(job, lambda: self._recognise(spec, groups.degrees))
+
+        def report(done: int, total: int) -> None:
+            job.report("load", done, total)
+            if job.cancel_requested():
+                raise JobCancelled("the job was stopped while the model was loading")
+
+        def merge(model: WanModel, names: frozenset[str]) -> int:
+            bytes_read = merge_changes(
+                model, file, changes, names=names, tp=groups.tp, fsdp=groups.fsdp, report=report
+            )
+            specs: tuple[Spec, ...] = (spec, *spec.loras)
+            for each in specs:
+                self._files.read(each)  # still the same
+            return bytes_read
+
+        if self._model is not None and replace(self._model.spec, loras=spec.loras) == spec:
+            together(job, self._bring_back)
+            held, self._model = self._model, None  # half changed it is none
+            names = changed_parameters(held.changes, changes)
+            self._bytes_read += together(job, lambda: merge(held.loaded.model, names))
+            self._model = HeldModel(spec=spec, loaded=held.loaded, changes=changes)
+            return held.loaded
         # The old model goes first: two do not fit where one was sized to.
         self._model = self._parked = None
         self._release_memory()
@@ -329,29 +358,24 @@ class PlaneRunner:
 
         model = together(job, allocate)
 
-        def report(done: int, total: int) -> None:
-            job.report("load", done, total)
-            if job.cancel_requested():
-                raise JobCancelled("the job was stopped while the model was loading")
-
         def load() -> int:
-            bytes_read = load_weights(model, file, tp=tp, fsdp=fsdp, report=report)
-            self._files.read(spec)  # still the same
-            return bytes_read
+            names = frozenset(changes)
+            bytes_read = load_weights(model, file, tp=tp, fsdp=fsdp, report=report, leave_out=names)
+            return bytes_read + merge(model, names)
 
         self._bytes_read += together(job, load)
         if spec.compile:
             together(job, lambda: require_compiler(self._device))
         loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
-        self._model = HeldModel(spec=spec, loaded=loaded)
+        self._model = HeldModel(spec=spec, loaded=loaded, changes=changes)
         return loaded
 
-    def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> WanFile:
+    def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> tuple[WanFile, Changes]:
         if spec.dtype not in DTYPES:
             raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(DTYPES)}")
         file = read_wan_file(self._files.read(spec))
         validate_model(degrees, file.shape)
-        return file
+        return file, read_changes(spec.loras, self._files, file.shape)
 
     def _have_vae(self, spec: VAESpec, job: Job) -> WanVAE:
         """The VAE `spec` names, whole on every rank, loaded if it is not the one at hand."""

@@ -37,10 +37,22 @@ class TensorRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSpec:
+    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    strength: float
+    content: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
     """A transformer to have loaded. Two specs that differ are two models; size and mtime_ns tell a replaced file.
 
     content: what tells other machines' files with other weights (`content_of`); empty for one machine.
+    loras: merged in this order.
     """
 
     path: str
@@ -49,6 +61,7 @@ class ModelSpec:
     dtype: str
     compile: bool
     content: str = ""
+    loras: tuple[LoraSpec, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,7 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
 
 
 def content_of(file: ModelFile) -> str:
-    """Digest of the tensors' names, types and shapes, and of a piece out of the middle of each matrix.
+    """Digest of the tensors' names, types and shapes, of a piece out of the middle of each matrix, and of scalars.
 
     Two trainings of one model, and a file whose room was taken before its bytes came, have the same size and layout.
     Some hundred small reads. Raises ModelFileError.
@@ -107,7 +107,7 @@ def content_of(file: ModelFile) -> str:
         try:
             for name, entry in entries:
                 digest.update(f"{name!a} {entry.dtype} {entry.shape}\n".encode())
-                if len(entry.shape) < 2:
+                if len(entry.shape) < 2 < prod(entry.shape):
                     continue
                 if entry.path not in files:
                     files[entry.path] = opened.enter_context(open(entry.path, "rb"))

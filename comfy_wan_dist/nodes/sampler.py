@@ -25,7 +25,7 @@ class Sampler(io.ComfyNode):
             "planes of a dp mesh. Same seed, sampler, scheduler and shift give the same video as ComfyUI's KSampler "
             "behind ModelSamplingSD3.",
             inputs=[
-                WanDistModel.Input("model", tooltip="From Wan Dist Load Model."),
+                WanDistModel.Input("model", tooltip="From Wan Dist Load Model or Wan Dist LoRA."),
                 io.Conditioning.Input(
                     "positive",
                     tooltip="What the video should show: CLIPTextEncode with the umT5 encoder.",
@@ -91,7 +91,7 @@ class Sampler(io.ComfyNode):
                 io.Latent.Output(display_name="latent"),
                 io.String.Output(
                     display_name="report",
-                    tooltip="The mesh, the time, the memory, and what the GPUs sent to each other, as text.",
+                    tooltip="The LoRAs, the mesh, the time, the memory, and what the GPUs sent to each other, as text.",
                 ),
             ],
         )
@@ -139,9 +139,10 @@ class Sampler(io.ComfyNode):
         async with session.open_session(planes) as job:
             work = build_pieces(job, sampling, resolved, planes[0].degrees)
             outcomes = await job.run(work.pieces)
-            report = "\n\n".join(
+            jobs = (
                 job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
             )
+            report = "\n\n".join([*(f"LoRA {line}" for line in resolved.lora_lines), *jobs])
             latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
             return io.NodeOutput(latent, report)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
+from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec, VAESpec
 from comfy_wan_dist.model_file.header import ModelFile, content_of, read_model_file
 
-Spec = ModelSpec | VAESpec
+Spec = ModelSpec | LoraSpec | VAESpec
 
 
 class ModelFiles(Protocol):
@@ -37,7 +37,7 @@ class GivenFiles:
 class CopiedFiles:
     """Of another machine: a file of the same size at the same path, or of the same name below a folder.
 
-    A transformer's must also have the same weights, as far as `content_of` sees them.
+    A transformer's or a LoRA's must also have the same weights, as far as `content_of` sees them.
     """
 
     def __init__(self, *, folder: Path | None, machine: str) -> None:
@@ -54,7 +54,7 @@ class CopiedFiles:
                 file = read_model_file(str(path))
                 if file.file_bytes != spec.file_bytes:
                     seen.append(f"{path} has {file.file_bytes} bytes")
-                elif isinstance(spec, ModelSpec) and content_of(file) != spec.content:
+                elif not isinstance(spec, VAESpec) and content_of(file) != spec.content:
                     seen.append(f"{path} has other weights")
                 else:
                     return file

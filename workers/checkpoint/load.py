@@ -5,7 +5,7 @@ Peak memory is the rank's own shard and one read buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from accelerate import init_empty_weights
@@ -14,13 +14,13 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import FLOAT32_PARAMETERS, WanModel
 from workers.parallel.collectives import AxisGroup
-from workers.parallel.fsdp import apply_fsdp, local_part
-from workers.parallel.plan import Slice, parameter_slice
+from workers.parallel.fsdp import apply_fsdp
 from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
 
 from .allocate import allocate_parameters
-from .packed import apply_packing, official_name, packed_weights, read_scale
+from .packed import apply_packing, official_name, packed_weights
+from .part import own_part
 from .reader import TensorReader
 
 
@@ -56,13 +56,18 @@ def load_weights(
     tp: AxisGroup,
     fsdp: AxisGroup,
     report: Callable[[int, int], None],
+    leave_out: Collection[str] = (),
 ) -> int:
-    """Stream the file's weights into `model`; returns the bytes asked of the file.
+    """Stream the file's weights into `model`, but for the parameters `leave_out`; returns the bytes asked of the file.
 
     report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
     """
     packed = packed_weights(model)
-    parameters = {official_name(name): held for name, held in model.named_parameters()}
+    parameters = {
+        official: held
+        for name, held in model.named_parameters()
+        if (official := official_name(name)) not in leave_out
+    }
     # File order: one forward pass over the disk.
     stored = sorted(
         ((name, file.entries[name]) for name in parameters),
@@ -72,24 +77,12 @@ def load_weights(
     done = 0
     with TensorReader() as reader, torch.no_grad():
         for name, tensor in stored:
-            entry, weight = tensor.entry, packed.get(name)
-            part = parameter_slice(name, entry.shape, tp_rank=tp.rank, tp_size=tp.size)
-            first = part.start if part is not None and part.dim == 0 else 0
-            columns = part if part is not None and part.dim == 1 else None
-            target, rows = local_part(parameters[name], fsdp)
-            if weight is not None:
-                target = target.view(torch.uint8)
-                columns = None if columns is None else weight.stored
-            reader.read_into(
-                target,
-                entry if weight is None else tensor.as_bytes,
-                rows=Slice(dim=0, start=first + rows.start, stop=first + rows.stop),
-                columns=columns,
+            part = own_part(
+                name, parameters[name], tensor, tp=tp, fsdp=fsdp, packed=packed.get(name)
             )
-            if weight is not None and tensor.scale is not None:
-                read_scale(reader, tensor.scale, weight, name)
+            part.load(reader)
             percent = 100 * done // total
-            done += entry.stop - entry.start
+            done += tensor.entry.stop - tensor.entry.start
             if 100 * done // total > percent:
                 report(done, total)
         return reader.bytes_read

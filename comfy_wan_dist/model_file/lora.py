@@ -1,0 +1,205 @@
+"""What a LoRA file changes in a transformer, read from its header and checked against the model's sizes.
+
+Covers low-rank pairs (LoRA), Hadamard and Kronecker products (LoHa, LoKr), their scaling by DoRA, differences and
+whole values. No matrix is read; only the scalars named alpha are. What is known and not made is refused by name, what
+is not known is listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ..ipc.errors import ModelFileError
+from ..mesh.shape import WanShape
+from .entry import TensorEntry
+from .header import ModelFile
+from .lora_names import Role, block_of, read_key
+from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
+from .shown import shown
+from .wan import expected_parameters
+
+FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
+SECOND_EXPERT = "transformer_2."
+SHOWN_KEYS = 10
+ATTENTION = re.compile(r"_attn\.[qkvo]\.weight\Z")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraFile:
+    """patches: by official name of the parameter. unknown: keys that belong to no parameter, in the file's order.
+
+    parameters: how many the model has.
+    """
+
+    label: str
+    patches: Mapping[str, Patch]
+    unknown: tuple[str, ...]
+    parameters: int
+
+    def describe(self, strength: float, *, most: int = SHOWN_KEYS) -> str:
+        """One line: what is changed, and what is left out, of which it names no more than `most` keys."""
+        changed = f"{self.label} at strength {strength:g}: {len(self.patches)} of {self.parameters} parameters changed"
+        if not self.unknown:
+            return changed
+        count = f"{len(self.unknown)} keys are" if len(self.unknown) > 1 else "1 key is"
+        first = ", ".join(map(shown, self.unknown[:most]))
+        more = f" and {len(self.unknown) - most} more" if len(self.unknown) > most else ""
+        return f"{changed}; {count} not known and left out: {first}{more}"
+
+
+def read_lora(file: ModelFile, shape: WanShape) -> LoraFile:
+    """What `file` changes in a model of `shape`. Raises ModelFileError."""
+    return parse_lora(file.entries, shape, label=Path(file.path).name, read_scalar=read_scalar)
+
+
+def parse_lora(
+    entries: Mapping[str, TensorEntry],
+    shape: WanShape,
+    *,
+    label: str,
+    read_scalar: Callable[[TensorEntry], float],
+) -> LoraFile:
+    """`read_lora` of a header. Every key is part of a patch or in `unknown`, or ModelFileError is raised."""
+    expected = expected_parameters(shape)
+    found: dict[str, dict[Role, Factor]] = {}
+    unknown = []
+    has_first = any(key.startswith("transformer.") for key in entries)
+    for key, entry in entries.items():
+        # Of two experts' LoRAs in one file the first is meant.
+        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
+        if part is None or (
+            part.parameter not in expected and not _is_beyond(part.parameter, expected)
+        ):
+            unknown.append(key)
+            continue
+        if isinstance(part.role, str):
+            raise ModelFileError(
+                f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
+                "or LoKr"
+            )
+        if entry.dtype not in FLOAT_TYPES:
+            raise ModelFileError(
+                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
+                "choose a 16- or 32-bit file"
+            )
+        roles = found.setdefault(part.parameter, {})
+        if part.role in roles:
+            raise ModelFileError(
+                f"{label} has {shown(key)} and {shown(roles[part.role].name)}, which mean the same; it is damaged "
+                "or holds several LoRAs, so choose another file"
+            )
+        roles[part.role] = Factor(name=key, entry=entry)
+    patches: dict[str, Patch] = {}
+    for parameter, roles in found.items():
+        kind = _kind_of(parameter, roles, label)
+        if kind is None:
+            unknown += [factor.name for factor in roles.values()]
+            continue
+        has_scale = kind in (Kind.LORA, Kind.LOHA, Kind.LOKR)
+        used = (*PARTS[kind], *((Role.ALPHA, Role.DORA) if has_scale else ()))
+        unknown += [factor.name for role, factor in roles.items() if role not in used]
+        patches[parameter] = build_patch(
+            kind, {role: roles[role] for role in used if role in roles}, label, read_scalar
+        )
+    if not patches:
+        raise ModelFileError(
+            f"{label} changes nothing in this model: none of its {len(entries)} keys is known"
+            f"{f', the first is {shown(unknown[0])}' if unknown else ''}; choose a LoRA for this model"
+        )
+    _require_sizes(patches, expected, shape, label)
+    order = {key: index for index, key in enumerate(entries)}
+    return LoraFile(
+        label=label,
+        patches=patches,
+        unknown=tuple(sorted(unknown, key=order.__getitem__)),
+        parameters=len(expected),
+    )
+
+
+def read_scalar(entry: TensorEntry) -> float:
+    """The value of a tensor with one element. Raises ModelFileError."""
+    try:
+        with open(entry.path, "rb") as file:
+            raw = os.pread(file.fileno(), entry.stop - entry.start, entry.start)
+    except OSError as error:
+        raise ModelFileError(
+            f"{Path(entry.path).name} cannot be read: {error.strerror or error}"
+        ) from error
+    if len(raw) < entry.stop - entry.start:
+        raise ModelFileError(
+            f"{Path(entry.path).name} became shorter while it was read; load it again"
+        )
+    if entry.dtype == "BF16":  # the upper half of a float32
+        raw, code = b"\0\0" + raw, "f"
+    else:
+        code = {"F32": "f", "F16": "e", "F64": "d"}[entry.dtype]
+    return float(struct.unpack(f"<{code}", raw)[0])
+
+
+def _is_beyond(parameter: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether it would be a parameter of this model if it had more blocks."""
+    block = block_of(parameter)
+    return block is not None and parameter.replace(f"blocks.{block}.", "blocks.0.", 1) in expected
+
+
+def _kind_of(parameter: str, roles: Mapping[Role, Factor], label: str) -> Kind | None:
+    kinds = [kind for kind, parts in PARTS.items() if any(role in roles for role in parts)]
+    if len(kinds) > 1:
+        raise ModelFileError(
+            f"{label} changes {parameter} in several ways ({', '.join(kind.value for kind in kinds)}); it is damaged "
+            "or holds several LoRAs, so choose another file"
+        )
+    return kinds[0] if kinds else None
+
+
+def _require_sizes(
+    patches: Mapping[str, Patch],
+    expected: Mapping[str, tuple[int, ...]],
+    shape: WanShape,
+    label: str,
+) -> None:
+    for parameter, patch in patches.items():
+        width = extent(patch)[0]
+        # The output of every attention projection has the model's width.
+        if ATTENTION.search(parameter) and width != shape.dim:
+            raise ModelFileError(
+                f"{label} is made for a model of width {width}, but this one has width {shape.dim}; choose a LoRA for "
+                "this model"
+            )
+    blocks = {block for parameter in patches if (block := block_of(parameter)) is not None}
+    if blocks and max(blocks) >= shape.num_layers:
+        # Its blocks are not this model's: merging those that have a counterpart would mean nothing.
+        raise ModelFileError(
+            f"{label} changes block {max(blocks)}, but the blocks of this model are 0 to {shape.num_layers - 1}; "
+            "choose a LoRA for this model"
+        )
+    for parameter, patch in patches.items():
+        want = expected[parameter]
+        matrix = (want[0], prod(want[1:]))
+        if patch.kind in (Kind.DIFFERENCE, Kind.VALUE):
+            (factor,) = patch.factors.values()
+            got, needed = factor.entry.shape, want
+        else:
+            got, needed = extent(patch), matrix
+            if patch.kind is Kind.LOHA:
+                second = (
+                    patch.factors[Role.HADA_W2_A].rows,
+                    patch.factors[Role.HADA_W2_B].columns,
+                )
+                got = got if second == got else second
+        if got != needed:
+            raise ModelFileError(
+                f"{label} changes {parameter} by {list(got)}, but this model has it in {list(needed)}; choose a LoRA "
+                "for this model"
+            )
+        if patch.dora is DoraAxis.COLUMNS and len(want) > 2:
+            raise ModelFileError(
+                f"{label} scales the columns of {parameter} by DoRA, which this version does for matrices only; "
+                "choose a LoRA without it"
+            )
