@@ -426,7 +426,7 @@ def text(value: object) -> Tensor:
         (
             ScaledForm.NEW,
             put(f"{LAYER}.weight", torch.ones(64, 128)),
-            f"'{LAYER}.weight' as float8_e4m3fn in F32, which is not supported",
+            f"'{LAYER}.weight' as 'float8_e4m3fn' in F32, which is not supported",
         ),
         (
             ScaledForm.OLD,
@@ -436,12 +436,12 @@ def text(value: object) -> Tensor:
         (
             ScaledForm.NEW,
             put(f"{LAYER}.comfy_quant", text({"format": "nvfp4"})),
-            f"'{LAYER}.weight' as nvfp4 in F8_E4M3, which is not supported; choose an fp8",
+            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported; choose an fp8",
         ),
         (
             ScaledForm.OLD,
             put(f"{LAYER}.weight_scale_2", torch.tensor(1.0)),
-            f"'{LAYER}.weight' as nvfp4 in F8_E4M3, which is not supported",
+            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported",
         ),
         (
             ScaledForm.NEW,

@@ -290,7 +290,7 @@ def test_budget_is_kept_with_tiles_and_the_note_says_so(
         "cfg2",
         spec,
         VAEJob(latent=inputs.latent, memory_bytes=least(Direction.DECODE)),
-        VAEJob(frames=inputs.frames, channels=6, memory_bytes=least(Direction.ENCODE)),
+        VAEJob(frames=inputs.frames, channels=48, memory_bytes=least(Direction.ENCODE)),
         VAEJob(latent=inputs.latent),
     )
     for ends, direction in ((decoded, DECODE), (encoded, ENCODE), (whole, DECODE)):
@@ -317,7 +317,7 @@ def test_job_beyond_its_memory_is_refused_before_anything_is_sent(
         "cfg2",
         spec,
         VAEJob(latent=inputs.latent, memory_bytes=1000),
-        VAEJob(frames=inputs.frames, channels=6, memory_bytes=1000),
+        VAEJob(frames=inputs.frames, channels=48, memory_bytes=1000),
         VAEJob(latent=inputs.latent, memory_bytes=2**30),
     )
     for end in (end for ends in refused for end in ends):

@@ -176,7 +176,7 @@ def test_group_rank_taken_for_plane_rank_is_noticed() -> None:
 # Of CONFIG's decoder: (channels of the input, level) of every convolution over rows and columns but the resampling
 # ones, of the resampling ones, which come after the step to the next level, and of those over time alone.
 SPATIAL_CONVOLUTIONS = (
-    [(6, 0), *[(32, 0)] * 4]
+    [(48, 0), *[(32, 0)] * 4]
     + [(32, 0)] * 6
     + [(32, 1)] * 6
     + [(32, 2), *[(16, 2)] * 5]
@@ -362,9 +362,9 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
             VAEJob(latent=inputs.latent, dtype=torch.float16),
             "frames were asked for as torch.float16",
         ),
-        (VAEJob(latent=inputs.latent[:, :4]), "the latent has 4 channels; this VAE decodes 6"),
-        (VAEJob(frames=inputs.frames, channels=48), "latent of 48 channels was asked for"),
-        (VAEJob(frames=inputs.frames[:8], channels=6), "the images have shape [8, 48, 112, 3]"),
+        (VAEJob(latent=inputs.latent[:, :4]), "the latent has 4 channels; this VAE decodes 48"),
+        (VAEJob(frames=inputs.frames, channels=6), "latent of 6 channels was asked for"),
+        (VAEJob(frames=inputs.frames[:8], channels=48), "the images have shape [8, 48, 112, 3]"),
     )
     *refused, good = run_jobs(
         rank_pool, "cfg2", spec, *(job for job, _ in cases), VAEJob(latent=inputs.latent)

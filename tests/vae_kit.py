@@ -18,7 +18,7 @@ from devtools.rank_pool import RankPool
 from devtools.vae_runs import VAERun, build_seeded_vae, joined, make_inputs, vae_spec
 from workers.vae.wan22 import VAEConfig
 
-CONFIG = VAEConfig(z_dim=6, encoder_dim=8, decoder_dim=8)
+CONFIG = VAEConfig(z_dim=48, encoder_dim=8, decoder_dim=8)
 SMALL = LatentSize(frames=3, height=3, width=7)
 DECODE, ENCODE = 0, 1
 

@@ -55,8 +55,8 @@ def read_changes(loras: Sequence[LoraSpec], files: ModelFiles, shape: WanShape) 
         for parameter, patch in file.patches.items():
             if parameter in packed:
                 raise ConfigError(
-                    f"{file.label} changes {parameter}, which the model file holds as {packed[parameter].encoding}; LoRAs "
-                    "need a 16- or 32-bit model file"
+                    f"{file.label} changes {parameter}, which the model file holds as "
+                    f"{packed[parameter].encoding}; LoRAs need a 16- or 32-bit model file"
                 )
             change = Change(lora=lora, label=file.label, patch=patch)
             changes[parameter] = (*changes.get(parameter, ()), change)
