@@ -43,6 +43,7 @@ from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
 from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
@@ -394,7 +395,9 @@ def _load_seconds(bench: Bench, path: Path) -> float:
         dtype=torch.bfloat16,
         device=bench.device,
     )
-    load_weights(model, file, tp=tp, fsdp=lone_rank("fsdp"), report=lambda done, total: None)
+    load_weights(
+        model, file, tp=tp, fsdp=lone_rank("fsdp"), sharing=read_alone(), milestone=pass_by
+    )
     bench.synchronize()
     return time.perf_counter() - start
 

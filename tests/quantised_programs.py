@@ -17,8 +17,9 @@ from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.mesh_runs import CPU, Inputs, forward_rank, mesh_degrees
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.packed import PackedWeight, packed_weights
+from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.wan import WanModel
-from workers.parallel.groups import MeshGroups, PlaneGroups
+from workers.parallel.groups import PlaneGroups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,11 @@ def compare_shards(
 ) -> list[Shard]:
     """Of each pair of a quantised file and a plain one of the same values, this rank's shard. Without fsdp."""
     degrees = mesh_degrees(mesh)
-    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
+    plane = PlaneGroups(layout=degrees, rank=rank)
     shards = []
     for quantised, plain in pairs:
-        model, read = load(quantised, groups)
-        expected, _ = load(plain, groups)
+        model, read = load(quantised, plane)
+        expected, _ = load(plain, plane)
         modules = dict(expected.named_modules())
         different = [
             f"{name}.{leaf}"
@@ -68,7 +69,8 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     return actual.dtype == expected.dtype and torch.equal(actual, expected)
 
 
-def load(spec: ModelSpec, groups: MeshGroups) -> tuple[WanModel, int]:
+def load(spec: ModelSpec, plane: PlaneGroups) -> tuple[WanModel, int]:
+    groups = plane.for_mesh(plane.layout)
     file = read_wan_file(read_model_file(spec.path))
     model = build_model(
         file.shape,
@@ -81,7 +83,12 @@ def load(spec: ModelSpec, groups: MeshGroups) -> tuple[WanModel, int]:
     for parameter in model.parameters():
         parameter.view(torch.uint8).fill_(0xFF)  # NaN, and no value of the file's
     read = load_weights(
-        model, file, tp=groups.tp, fsdp=groups.fsdp, report=lambda done, total: None
+        model,
+        file,
+        tp=groups.tp,
+        fsdp=groups.fsdp,
+        sharing=build_read_groups(plane, local_ranks=plane.layout.world_size),
+        milestone=pass_by,
     )
     return model, read
 
@@ -89,9 +96,9 @@ def load(spec: ModelSpec, groups: MeshGroups) -> tuple[WanModel, int]:
 def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str, Tensor]]:
     """The unpacked matrices of each file, by name."""
     degrees = mesh_degrees(mesh)
-    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
+    plane = PlaneGroups(layout=degrees, rank=rank)
     return [
-        {name: weight().clone() for name, weight in packed_weights(load(spec, groups)[0]).items()}
+        {name: weight().clone() for name, weight in packed_weights(load(spec, plane)[0]).items()}
         for spec in specs
     ]
 

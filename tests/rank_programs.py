@@ -35,6 +35,7 @@ from devtools.mesh_runs import (
     mesh_degrees,
 )
 from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, mean_square
@@ -298,7 +299,8 @@ def loaded_digests(
 ) -> dict[str, str]:
     """By the name of each model: digest of every parameter that this rank holds after loading it, bit for bit."""
     degrees = mesh_degrees(mesh)
-    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
+    plane = PlaneGroups(layout=degrees, rank=rank)
+    groups = plane.for_mesh(degrees)
     digests = {}
     for name, path in paths.items():
         file = read_wan_file(read_model_file(path))
@@ -310,7 +312,14 @@ def loaded_digests(
             dtype=dtypes[name],
             device=CPU,
         )
-        load_weights(model, file, tp=groups.tp, fsdp=groups.fsdp, report=lambda done, total: None)
+        load_weights(
+            model,
+            file,
+            tp=groups.tp,
+            fsdp=groups.fsdp,
+            sharing=build_read_groups(plane, local_ranks=degrees.world_size),
+            milestone=pass_by,
+        )
         digest = hashlib.sha256()
         for parameter, value in sorted(model.named_parameters()):
             digest.update(f"{parameter} {value.dtype} {tuple(value.shape)}".encode())

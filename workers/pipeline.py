@@ -48,7 +48,8 @@ from .checkpoint.files import ModelFiles, Spec
 from .checkpoint.load import build_model, load_weights
 from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_changes
 from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
-from .checkpoint.vae import load_vae
+from .checkpoint.sharing import Milestone, build_read_groups
+from .checkpoint.vae import build_vae, load_vae_weights
 from .loaded import LoadedModel, finish_model
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
@@ -316,14 +317,19 @@ class PlaneRunner:
             return self._model.loaded
         file, changes = together(job, lambda: self._recognise(spec, groups.degrees))
 
-        def report(done: int, total: int) -> None:
-            job.report("load", done, total)
-            if job.cancel_requested():
-                raise JobCancelled("the job was stopped while the model was loading")
+        sharing = build_read_groups(self._plane, local_ranks=self._local_ranks)
+        milestone = load_milestone(job)
 
         def merge(model: WanModel, names: frozenset[str]) -> int:
             bytes_read = merge_changes(
-                model, file, changes, names=names, tp=groups.tp, fsdp=groups.fsdp, report=report
+                model,
+                file,
+                changes,
+                names=names,
+                tp=groups.tp,
+                fsdp=groups.fsdp,
+                sharing=sharing,
+                milestone=milestone,
             )
             specs: tuple[Spec, ...] = (spec, *spec.loras)
             for each in specs:
@@ -360,7 +366,15 @@ class PlaneRunner:
 
         def load() -> int:
             names = frozenset(changes)
-            bytes_read = load_weights(model, file, tp=tp, fsdp=fsdp, report=report, leave_out=names)
+            bytes_read = load_weights(
+                model,
+                file,
+                tp=tp,
+                fsdp=fsdp,
+                sharing=sharing,
+                milestone=milestone,
+                leave_out=names,
+            )
             return bytes_read + merge(model, names)
 
         self._bytes_read += together(job, load)
@@ -384,15 +398,23 @@ class PlaneRunner:
         self._vae = None
         self._release_memory()
 
-        def load() -> WanVAE:
-            path = self._files.read(spec).path
-            vae, bytes_read = load_vae(path, dtype=DTYPES[spec.dtype], device=self._device)
-            self._files.read(spec)  # still the same
-            self._bytes_read += bytes_read
-            return vae
+        dtype = DTYPES[spec.dtype]
+        vae, entries = together(
+            job,
+            lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._device),
+        )
+        sharing = build_read_groups(self._plane, local_ranks=self._local_ranks, is_whole=True)
 
-        self._vae = HeldVAE(spec=spec, vae=together(job, load))
-        return self._vae.vae
+        def load() -> int:
+            bytes_read = load_vae_weights(
+                vae, entries, sharing=sharing, milestone=load_milestone(job)
+            )
+            self._files.read(spec)  # still the same
+            return bytes_read
+
+        self._bytes_read += together(job, load)
+        self._vae = HeldVAE(spec=spec, vae=vae)
+        return vae
 
     def _release_memory(self) -> None:
         gc.collect()  # a compiled block refers to itself
@@ -435,6 +457,19 @@ def memory_errors() -> Iterator[None]:
         raise InsufficientMemoryError(
             f"a device ran out of memory: {str(caught).splitlines()[0]} Use a mesh with more ranks, or a smaller video"
         ) from caught
+
+
+def load_milestone(job: Job) -> Milestone:
+    """Reports how far a load is. Collectives: two votes, where errors and a stop are heard on every rank."""
+
+    def milestone(done: int, total: int, error: Exception | None) -> None:
+        job.agree(error)
+        if job.agree_stop():
+            raise JobCancelled("the job was stopped while the model was loading")
+        if total:
+            job.report("load", done, total)
+
+    return milestone
 
 
 def stop_if_asked(job: Job) -> None:

@@ -17,3 +17,8 @@ class TensorEntry:
     path: str
     start: int
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start

@@ -5,7 +5,7 @@ Peak memory is the rank's own shard and one read buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from accelerate import init_empty_weights
@@ -21,7 +21,7 @@ from workers.parallel.tensor import apply_tensor_parallel
 from .allocate import allocate_parameters
 from .packed import apply_packing, official_name, packed_weights
 from .part import own_part
-from .reader import TensorReader
+from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 
 def build_model(
@@ -55,12 +55,13 @@ def load_weights(
     *,
     tp: AxisGroup,
     fsdp: AxisGroup,
-    report: Callable[[int, int], None],
+    sharing: ReadGroups,
+    milestone: Milestone,
     leave_out: Collection[str] = (),
 ) -> int:
     """Stream the file's weights into `model`, but for the parameters `leave_out`; returns the bytes asked of the file.
 
-    report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
+    Collectives: those of the milestones and of `SharedReader`. Raises ModelFileError.
     """
     packed = packed_weights(model)
     parameters = {
@@ -73,16 +74,12 @@ def load_weights(
         ((name, file.entries[name]) for name in parameters),
         key=lambda item: (item[1].entry.path, item[1].entry.start),
     )
-    total = sum(tensor.entry.stop - tensor.entry.start for _, tensor in stored)
-    done = 0
-    with TensorReader() as reader, torch.no_grad():
-        for name, tensor in stored:
-            part = own_part(
-                name, parameters[name], tensor, tp=tp, fsdp=fsdp, packed=packed.get(name)
-            )
-            part.load(reader)
-            percent = 100 * done // total
-            done += tensor.entry.stop - tensor.entry.start
-            if 100 * done // total > percent:
-                report(done, total)
+    with SharedReader(sharing) as reader, torch.no_grad():
+        for section, done, total in in_sections(stored, lambda item: item[1].entry.size):
+            for name, tensor in section:
+                part = own_part(
+                    name, parameters[name], tensor, tp=tp, fsdp=fsdp, packed=packed.get(name)
+                )
+                part.load(reader)
+            milestone(done, total, reader.error)
         return reader.bytes_read

@@ -2,13 +2,14 @@
 
 A parameter's old values are read from the model file again, never undone: whatever was merged before, the result is
 that of a fresh load. Of a file's matrices only what the rank's part needs is read.
-Collectives: none. DoRA, whose lengths are those of whole rows or columns, is computed on the whole parameter by every
+DoRA, whose lengths are those of whole rows or columns, is computed on the whole parameter by every
 rank that has a part of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -28,6 +29,7 @@ from workers.parallel.collectives import AxisGroup
 from .files import ModelFiles
 from .part import ParameterPart, own_part
 from .reader import TensorReader
+from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 PIECE_ITEMS = 16 * 2**20
 """Of a weight that are changed at once: 64 MiB in float32, and as much again for the change."""
@@ -76,28 +78,27 @@ def merge_changes(
     names: Collection[str],
     tp: AxisGroup,
     fsdp: AxisGroup,
-    report: Callable[[int, int], None],
+    sharing: ReadGroups,
+    milestone: Milestone,
 ) -> int:
     """Give those parameters of `names` that this rank has the file's values with all changes; returns bytes read.
 
-    report(done, total) is called in bytes of the model file. An error leaves the model half changed.
+    An error leaves the model half changed. Collectives: those of the milestones and of `SharedReader`.
     Raises ModelFileError, and ConfigError if a value becomes infinite.
     """
     parameters = {name: value for name, value in model.named_parameters() if name in names}
     entries = {name: file.entries[name].entry for name in parameters}
     own = sorted(parameters, key=lambda name: (entries[name].path, entries[name].start))
-    total = sum(entry.stop - entry.start for entry in entries.values())
-    done = 0
-    with TensorReader() as reader, torch.no_grad():
-        for name in own:
-            part = own_part(name, parameters[name], file.entries[name], tp=tp, fsdp=fsdp)
-            _merge(reader, name, part, changes.get(name, ()))
-            done += part.entry.stop - part.entry.start
-            report(done, total)
+    with SharedReader(sharing) as reader, torch.no_grad():
+        for section, done, total in in_sections(own, lambda name: entries[name].size):
+            for name in section:
+                part = own_part(name, parameters[name], file.entries[name], tp=tp, fsdp=fsdp)
+                _merge(reader, part, changes.get(name, ()))
+            milestone(done, total, reader.error)
         return reader.bytes_read
 
 
-def _merge(reader: TensorReader, name: str, part: ParameterPart, changes: Sequence[Change]) -> None:
+def _merge(reader: SharedReader, part: ParameterPart, changes: Sequence[Change]) -> None:
     if not part.target.numel():
         return
     rows, columns = part.rows, part.own_columns
@@ -106,23 +107,39 @@ def _merge(reader: TensorReader, name: str, part: ParameterPart, changes: Sequen
         rows = range(part.entry.shape[0])
         columns = range(prod(part.entry.shape[1:]))
         step = len(rows)
-    local = [
-        LocalChange(
-            reader=reader, change=change, rows=rows, columns=columns, device=part.target.device
-        )
-        for change in changes
-    ]
+    local: list[LocalChange] = []
+
+    def prepare() -> None:
+        for change in changes:
+            local.append(
+                LocalChange(
+                    reader=reader.alone,
+                    change=change,
+                    rows=rows,
+                    columns=columns,
+                    device=part.target.device,
+                )
+            )
+
+    reader.attempt(prepare)
     for first in range(rows.start, rows.stop, step):
         piece = range(first, min(first + step, rows.stop))
         values = part.read(reader, piece, columns)
-        for each in local:
-            values = each.apply(values, piece)
-        if not bool(torch.isfinite(part.write(values, piece, columns)).all()):
-            raise ConfigError(
-                f"{name} becomes NaN or infinite in {str(part.target.dtype).removeprefix('torch.')} with "
-                f"{', '.join(f'{c.label} at strength {c.lora.strength:g}' for c in changes) or 'no LoRA'}; lower the "
-                "strength, or use the dtype bfloat16 or float32"
-            )
+        reader.attempt(functools.partial(_merge_piece, part, local, values, piece, columns))
+
+
+def _merge_piece(
+    part: ParameterPart, changes: Sequence[LocalChange], values: Tensor, rows: range, columns: range
+) -> None:
+    for each in changes:
+        values = each.apply(values, rows)
+    if bool(torch.isfinite(part.write(values, rows, columns)).all()):
+        return
+    cause = ", ".join(f"{each.label} at strength {each.strength:g}" for each in changes)
+    raise ConfigError(
+        f"{part.name} becomes NaN or infinite in {str(part.target.dtype).removeprefix('torch.')} with "
+        f"{cause or 'no LoRA'}; lower the strength, or use the dtype bfloat16 or float32"
+    )
 
 
 class LocalChange:
@@ -138,9 +155,9 @@ class LocalChange:
         device: torch.device,
     ) -> None:
         self._reader = reader
-        self._label = change.label
+        self.label = change.label
         self._patch = change.patch
-        self._strength = change.lora.strength
+        self.strength = change.lora.strength
         self._rows = rows
         self._columns = columns
         self._device = device
@@ -157,10 +174,10 @@ class LocalChange:
         if kind in (Kind.DIFFERENCE, Kind.VALUE):
             (factor,) = self._patch.factors.values()
             given = self._read(factor, rows, self._columns)
-            return given if kind is Kind.VALUE else values.add_(given.mul_(self._strength))
+            return given if kind is Kind.VALUE else values.add_(given.mul_(self.strength))
         change = self._product(rows)
         if self._patch.dora is None:
-            return values.add_(change.mul_(self._strength * self._patch.scale))
+            return values.add_(change.mul_(self.strength * self._patch.scale))
         return self._scale_by_dora(values, change.mul_(self._patch.scale))
 
     def _needed(self, role: Role, factor: Factor) -> tuple[range, range]:
@@ -212,9 +229,9 @@ class LocalChange:
         before, dim = (values, 1) if self._patch.dora is DoraAxis.ROWS else (changed, 0)
         length = torch.linalg.vector_norm(before, dim=dim, keepdim=True)
         changed *= self._factors[Role.DORA] / (length + torch.finfo(torch.float32).eps)
-        if self._strength == 1:
+        if self.strength == 1:
             return changed
-        return values.add_(changed.sub_(values).mul_(self._strength))
+        return values.add_(changed.sub_(values).mul_(self.strength))
 
     def _read(self, factor: Factor, rows: range, columns: range) -> Tensor:
         """[rows, columns] of a factor in float32. Raises ModelFileError, also for values that are not finite."""
@@ -241,6 +258,6 @@ class LocalChange:
             )
         if not bool(torch.isfinite(values).all()):
             raise ModelFileError(
-                f"{self._label}: {factor.name!r} holds values that are NaN or infinite; download it again"
+                f"{self.label}: {factor.name!r} holds values that are NaN or infinite; download it again"
             )
         return values

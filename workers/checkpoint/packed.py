@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.packing import Packing
 from comfy_wan_dist.model_file.encoding import BLOCKS
-from comfy_wan_dist.model_file.entry import TensorEntry
 from workers.model.unpack import unpack_blocks
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.plan import Slice
 from workers.parallel.tensor import RowParallelLinear
 
-from .reader import TORCH_TYPES, TensorReader
+from .reader import TORCH_TYPES
 
 
 class PackedWeight(nn.Module):
@@ -42,19 +41,33 @@ class PackedWeight(nn.Module):
         super().__init__()
         rows, columns = held.shape
         blocks = packing.covering(first, first + columns)
+        self.packing = packing
         self.encoding = packing.encoding
         self.dtype = held.dtype
         self.skipped = first - blocks.start * packing.items
         self.columns = columns
-        self.stored = Slice(
-            dim=1, start=blocks.start * packing.size, stop=blocks.stop * packing.size
-        )
+        self.stored = self.stored_of(Slice(dim=1, start=first, stop=first + columns))
         width = len(blocks) * packing.size
         dtype = torch.uint8 if packing.encoding in BLOCKS else TORCH_TYPES[packing.encoding]
         data = torch.empty(rows, width, dtype=dtype, device=held.device)
         self.data = nn.Parameter(data, requires_grad=False)
         scale = torch.empty((), device=held.device) if packing.is_scaled else None
         self.register_buffer("scale", scale)
+
+    def stored_of(self, columns: Slice) -> Slice:
+        """The bytes of a row in which those columns of the full matrix lie."""
+        blocks, size = self.packing.covering(columns.start, columns.stop), self.packing.size
+        return Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
+
+    def set_scale(self, scale: Tensor, name: str) -> None:
+        """Take the scale [1] of the weight `name`. Raises ModelFileError for one that no weight can have."""
+        assert self.scale is not None
+        if not 0 <= (value := scale.item()) < math.inf:
+            raise ModelFileError(
+                f"the scale of {name} is {value}, which must be finite and not negative; the file is damaged: "
+                "download it again"
+            )
+        self.scale.copy_(scale[0])
 
     def forward(self) -> Tensor:
         """The values, [rows, columns] in the model's dtype."""
@@ -121,16 +134,3 @@ def packed_weights(model: WanModel) -> dict[str, PackedWeight]:
         for name, module in model.named_modules()
         if isinstance(module, PackedWeight)
     }
-
-
-def read_scale(reader: TensorReader, entry: TensorEntry, weight: PackedWeight, name: str) -> None:
-    """Load the scale of the weight `name`. Raises ModelFileError for one that no weight can have."""
-    assert weight.scale is not None
-    scale = torch.empty(1)
-    reader.read_into(scale, entry)
-    if not 0 <= (value := scale.item()) < math.inf:
-        raise ModelFileError(
-            f"the scale of {name} is {value}, which must be finite and not negative; the file is damaged: download it "
-            "again"
-        )
-    weight.scale.copy_(scale[0])

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from comfy_wan_dist.model_file.encoding import StoredTensor
 from comfy_wan_dist.model_file.entry import TensorEntry
-from workers.parallel.collectives import AxisGroup
+from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
 from workers.parallel.plan import Slice, parameter_slice
 
-from .packed import PackedWeight, read_scale
-from .reader import TensorReader
+from .packed import PackedWeight
+from .sharing import ReadGroups, SharedReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,8 @@ class ParameterPart:
     """Part of the parameter `name`, which `stored` holds. As a matrix, all dims but the first are its columns.
 
     target: the rank's memory for it, contiguous. columns: None for all. packed: what holds it in the file's own form.
+    peer_columns: of each tp rank, as bytes of a row if packed; none if all have all columns.
+    is_shared: whether fsdp cuts it. is_whole: whether all ranks of the stage hold all of it.
     """
 
     name: str
@@ -31,6 +33,9 @@ class ParameterPart:
     rows: range
     columns: Slice | None
     packed: PackedWeight | None = None
+    peer_columns: tuple[Slice, ...] = ()
+    is_shared: bool = False
+    is_whole: bool = False
 
     @property
     def entry(self) -> TensorEntry:
@@ -42,34 +47,45 @@ class ParameterPart:
             return range(prod(self.entry.shape[1:]))
         return range(self.columns.start, self.columns.stop)
 
-    def load(self, reader: TensorReader) -> None:
-        """Fill the rank's memory from the file. Raises ModelFileError."""
-        rows = as_slice(self.rows)
-        if self.packed is None:
-            reader.read_into(self.target, self.entry, rows=rows, columns=self.columns)
-            return
+    def load(self, reader: SharedReader) -> None:
+        """Fill the rank's memory from the file."""
+        packed = self.packed
+        columns = self.columns
+        if packed is not None and columns is not None:
+            columns = packed.stored
         reader.read_into(
-            self.target.view(torch.uint8),
-            self.stored.as_bytes,
-            rows=rows,
-            columns=None if self.columns is None else self.packed.stored,
+            self.target if packed is None else self.target.view(torch.uint8),
+            self.entry if packed is None else self.stored.as_bytes,
+            holders=self.holders(reader.groups),
+            rows=as_slice(self.rows),
+            columns=columns,
+            peer_columns=self.peer_columns,
         )
-        if self.stored.scale is not None:
-            read_scale(reader, self.stored.scale, self.packed, self.name)
+        if packed is not None and self.stored.scale is not None:
+            scale = torch.empty(1, device=self.target.device)
+            reader.read_into(scale, self.stored.scale, holders=reader.groups.everyone)
+            reader.attempt(lambda: packed.set_scale(scale, self.name))
 
-    def read(self, reader: TensorReader, rows: range, columns: range) -> Tensor:
-        """Any rows and columns of the parameter as the file has them, float32. Raises ModelFileError."""
+    def read(self, reader: SharedReader, rows: range, columns: range) -> Tensor:
+        """Any rows and columns of the parameter as the file has them, float32."""
         size = prod(self.entry.shape[1:])
         values = torch.empty(len(rows), len(columns), device=self.target.device)
+        is_whole = len(columns) == size
         reader.read_into(
             values,
             replace(self.entry, shape=(self.entry.shape[0], size)),
+            holders=self.holders(reader.groups),
             rows=as_slice(rows),
-            columns=None
-            if len(columns) == size
-            else Slice(dim=1, start=columns.start, stop=columns.stop),
+            columns=None if is_whole else Slice(dim=1, start=columns.start, stop=columns.stop),
+            peer_columns=() if is_whole else self.peer_columns,
         )
         return values
+
+    def holders(self, groups: ReadGroups) -> AxisGroup:
+        """Who reads the same of this parameter."""
+        if self.is_whole:
+            return groups.everyone
+        return lone_rank("read") if self.is_shared else groups.replicas
 
     def write(self, values: Tensor, rows: range, columns: range) -> Tensor:
         """Keep what of `values`, at these rows and columns of the parameter, is the rank's own; returns it rounded."""
@@ -95,16 +111,25 @@ def own_part(
     packed: PackedWeight | None = None,
 ) -> ParameterPart:
     """What this rank holds of the parameter `name`, as the sharding plan and fsdp cut it."""
-    cut = parameter_slice(name, stored.shape, tp_rank=tp.rank, tp_size=tp.size)
+    cuts = [
+        parameter_slice(name, stored.shape, tp_rank=rank, tp_size=tp.size)
+        for rank in range(tp.size)
+    ]
+    cut = cuts[tp.rank]
     first = cut.start if cut is not None and cut.dim == 0 else 0
     target, rows = local_part(parameter, fsdp)
+    is_shared = target is not parameter
+    columns = tuple(each for each in cuts if each is not None and each.dim == 1)
     return ParameterPart(
         name=name,
         stored=stored,
         target=target,
         rows=range(first + rows.start, first + rows.stop),
-        columns=cut if cut is not None and cut.dim == 1 else None,
+        columns=columns[tp.rank] if columns else None,
         packed=packed,
+        peer_columns=columns if packed is None else tuple(map(packed.stored_of, columns)),
+        is_shared=is_shared,
+        is_whole=cut is None and not is_shared,
     )
 
 

@@ -1,13 +1,15 @@
-"""Load a VAE file whole onto one device."""
+"""Load a VAE file whole onto each device of a machine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.shown import shown
 from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
@@ -16,7 +18,7 @@ from workers.vae.run import SPATIAL, TEMPORAL
 from workers.vae.wan22 import VAEConfig, WanVAE
 
 from .allocate import allocate_parameters
-from .reader import TensorReader
+from .sharing import Milestone, ReadGroups, SharedReader, in_sections, pass_by, read_alone
 
 DTYPES = ("F32", "F16", "BF16", "F64")
 
@@ -25,7 +27,15 @@ MOST_TENSORS = 1000
 
 
 def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
-    """The VAE in `path` and the bytes read. Raises ModelFileError."""
+    """The VAE in `path` and the bytes read, on one rank alone. Raises ModelFileError."""
+    vae, entries = build_vae(path, dtype=dtype, device=device)
+    return vae, load_vae_weights(vae, entries, sharing=read_alone(), milestone=pass_by)
+
+
+def build_vae(
+    path: str, *, dtype: torch.dtype, device: torch.device
+) -> tuple[WanVAE, Mapping[str, TensorEntry]]:
+    """The VAE in `path` without values, and where they are. Raises ModelFileError."""
     label = Path(path).name
     entries = official_vae_tensors(read_model_file(path).entries, label=label)
     if len(entries) > MOST_TENSORS or any(0 in entry.shape for entry in entries.values()):
@@ -48,8 +58,26 @@ def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[Wa
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)
     allocate_parameters(vae, dtype_of=lambda _: dtype, device=device)
-    with TensorReader() as reader:
-        for name, parameter in vae.named_parameters():
-            reader.read_into(parameter, entries[name])
+    return vae, entries
+
+
+def load_vae_weights(
+    vae: WanVAE,
+    entries: Mapping[str, TensorEntry],
+    *,
+    sharing: ReadGroups,
+    milestone: Milestone,
+) -> int:
+    """Stream the values in; returns the bytes asked of the file. Of `sharing` everyone holds the VAE.
+
+    Collectives: those of the milestones and of `SharedReader`. Raises ModelFileError.
+    """
+    parameters = sorted(vae.named_parameters(), key=lambda item: entries[item[0]].start)
+    with SharedReader(sharing) as reader:
+        for section, done, total in in_sections(parameters, lambda item: entries[item[0]].size):
+            for name, parameter in section:
+                reader.read_into(parameter, entries[name], holders=sharing.everyone)
+            milestone(done, total, reader.error)
         vae.arrange_weights()
-        return vae.eval(), reader.bytes_read
+        vae.eval()
+        return reader.bytes_read

@@ -1,0 +1,200 @@
+"""Read each byte of a model file once on a machine, whichever of its ranks need it.
+
+Ranks that hold the same take turns: one reads, the others get it by broadcast. Of a matrix that is cut by columns
+every tensor-parallel rank reads some rows and hands out the columns, so that no rank passes over the whole.
+
+All ranks of a group make the same reads in the same order. So whatever goes wrong on one of them is kept until all
+come to a milestone, where they vote; until then it goes along, and hands out what it has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.mesh.degrees import AXES
+from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups
+from comfy_wan_dist.mesh.shards import shard_range
+from comfy_wan_dist.model_file.entry import TensorEntry
+from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
+from workers.parallel.groups import PlaneGroups
+from workers.parallel.plan import Slice
+
+from .reader import BUFFER_BYTES, TORCH_TYPES, TensorReader
+
+MILESTONES = 32
+"""In every load, on every rank, whatever it reads: a stop is heard after so much of it."""
+
+T = TypeVar("T")
+
+
+class Milestone(Protocol):
+    """Called `MILESTONES` times in a load: bytes done and in all, and what has gone wrong on this rank.
+
+    It raises where the load must end, on all ranks alike.
+    """
+
+    def __call__(self, done: int, total: int, error: Exception | None) -> None: ...
+
+
+def pass_by(done: int, total: int, error: Exception | None) -> None:
+    """The milestone of a rank alone."""
+    if error is not None:
+        raise error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadGroups:
+    """Ranks of this machine. everyone: with this rank's stage. replicas: with its weights. peers: of its tp group.
+
+    peers are this rank alone where tp reaches over several machines.
+    """
+
+    everyone: AxisGroup
+    replicas: AxisGroup
+    peers: AxisGroup
+
+
+def read_alone() -> ReadGroups:
+    alone = lone_rank("read")
+    return ReadGroups(everyone=alone, replicas=alone, peers=alone)
+
+
+def build_read_groups(
+    plane: PlaneGroups, *, local_ranks: int, is_whole: bool = False
+) -> ReadGroups:
+    """local_ranks: how many ranks are on each machine. is_whole: of a model that every rank of the plane holds whole.
+
+    Collectives: one `new_group` for each set of ranks that was not there before.
+    """
+
+    def here(*axes: str) -> AxisGroup:
+        sets = list(_by_machine(groups(plane.layout, axes), local_ranks))
+        # What a job's ledger counts is compared with its plan, which knows of no load.
+        return replace(plane.axis_group("read", sets), ledger=Ledger())
+
+    if is_whole:
+        everyone = here(*AXES)
+        return ReadGroups(everyone=everyone, replicas=everyone, peers=lone_rank("read"))
+    peers = here("tp")
+    return ReadGroups(
+        everyone=here(*REPLICATING_AXES, "tp"),
+        replicas=here(*REPLICATING_AXES),
+        peers=peers if peers.size == plane.layout.tp else lone_rank("read"),
+    )
+
+
+def _by_machine(sets: Sequence[tuple[int, ...]], local_ranks: int) -> Iterator[tuple[int, ...]]:
+    for ranks in sets:
+        machines = sorted({rank // local_ranks for rank in ranks})
+        for machine in machines:
+            yield tuple(rank for rank in ranks if rank // local_ranks == machine)
+
+
+class SharedReader:
+    """A `TensorReader` for ranks that read alike. Use as a context manager.
+
+    error: the first thing that went wrong; from then on nothing is read.
+    """
+
+    def __init__(self, groups: ReadGroups) -> None:
+        self.groups = groups
+        self.error: Exception | None = None
+        self.alone = TensorReader()
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    def __enter__(self) -> SharedReader:
+        self.alone.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.alone.__exit__(None, None, None)
+
+    @property
+    def bytes_read(self) -> int:
+        return self.alone.bytes_read
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do it unless something has gone wrong, and keep what goes wrong with it."""
+        if self.error is not None:
+            return
+        try:
+            action()
+        except Exception as error:  # whatever it is: the others wait for this rank in the next read
+            self.error = error
+
+    def read_into(
+        self,
+        target: Tensor,
+        entry: TensorEntry,
+        *,
+        holders: AxisGroup,
+        rows: Slice | None = None,
+        columns: Slice | None = None,
+        peer_columns: Sequence[Slice] = (),
+    ) -> None:
+        """As `TensorReader.read_into`, for all of `holders`, who read the same.
+
+        peer_columns: of each tp rank, if all of them read the same rows now. Collectives: a broadcast among holders,
+        an all-to-all among the tp ranks for each buffer of rows.
+        """
+        turn = self._turns[holders.ranks] % holders.size
+        self._turns[holders.ranks] += 1
+        if holders.rank == turn:
+            if columns is not None and len(peer_columns) == self.groups.peers.size > 1:
+                self._read_with_peers(target, entry, rows, peer_columns)
+            else:
+                self.attempt(
+                    lambda: self.alone.read_into(target, entry, rows=rows, columns=columns)
+                )
+        if holders.size > 1 and target.numel():
+            holders.broadcast(target.view(-1).view(torch.uint8), turn)
+
+    def _read_with_peers(
+        self, target: Tensor, entry: TensorEntry, rows: Slice | None, columns: Sequence[Slice]
+    ) -> None:
+        peers = self.groups.peers
+        first, count = (0, entry.shape[0]) if rows is None else (rows.start, rows.stop - rows.start)
+        dtype = TORCH_TYPES[entry.dtype]
+        row_bytes = (entry.stop - entry.start) // entry.shape[0]
+        widths = [(each.stop - each.start) * dtype.itemsize for each in columns]
+        at_once = max(peers.size, BUFFER_BYTES // row_bytes)
+        for start in range(0, count, at_once):
+            shard = shard_range(min(at_once, count - start), parts=peers.size, rank=peers.rank)
+            own = torch.zeros(shard.size, row_bytes, dtype=torch.uint8)
+            place = first + start + shard.start
+            self.attempt(
+                lambda own=own, place=place: self.alone.read_into(  # type: ignore[misc]
+                    own,
+                    replace(entry, dtype="U8", shape=(entry.shape[0], row_bytes)),
+                    rows=Slice(dim=0, start=place, stop=place + own.shape[0]),
+                )
+            )
+            parts = [
+                own[:, each.start * dtype.itemsize : each.stop * dtype.itemsize].flatten()
+                for each in columns
+            ]
+            got = peers.all_to_all(
+                torch.cat(parts).to(target.device),
+                send=[shard.size * width for width in widths],
+                receive=[size * widths[peers.rank] for size in shard.sizes],
+            )
+            values = got.view(dtype).view(sum(shard.sizes), -1)
+            target[start : start + sum(shard.sizes)] = values
+
+
+def in_sections(items: Sequence[T], size: Callable[[T], int]) -> Iterator[tuple[list[T], int, int]]:
+    """Items in `MILESTONES` runs of about the same size, maybe empty; the size done with each, and that of all."""
+    total = sum(map(size, items))
+    left, done = list(items), 0
+    for milestone in range(1, MILESTONES + 1):
+        run: list[T] = []
+        while left and (done < total * milestone / MILESTONES or milestone == MILESTONES):
+            run.append(left.pop(0))
+            done += size(run[-1])
+        yield run, done, total
