@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--model",
         default="ti2v-5b",
-        help=f"{', '.join(KNOWN_MODELS)}, or a safetensors file or model folder",
+        help=f"{', '.join(KNOWN_MODELS)}, or a safetensors or GGUF file or model folder",
     )
     plan.add_argument(
         "--size", default="704x1280", help="height x width in pixels (default: %(default)s)"
@@ -206,7 +206,7 @@ def model_shape(model: str) -> WanShape:
     if not Path(model).exists():
         raise ConfigError(
             f"model {model!r} is neither known nor a file; use {', '.join(KNOWN_MODELS)}, or the path of a "
-            "safetensors file or of a model's folder"
+            "safetensors or GGUF file or of a model's folder"
         )
     return read_wan_file(read_model_file(model)).shape
 

@@ -17,18 +17,20 @@ import quantised_programs as programs
 import rank_programs
 import torch
 from safetensors.torch import load_file, save_file
+from test_traffic import LiveBytes
 from torch import Tensor
 
+from comfy_wan_dist.cli import model_shape
 from comfy_wan_dist.handle import ModelHandle, resolve_model
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.choice import choose_mesh
 from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.layout import coordinates
-from comfy_wan_dist.mesh.memory import weight_bytes
+from comfy_wan_dist.mesh.memory import UNPACKING_BYTES, rank_memory, unpacked_bytes, weight_bytes
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.traffic import predict_ledger
-from comfy_wan_dist.model_file.encoding import BLOCKS, PACKINGS
+from comfy_wan_dist.model_file.encoding import BLOCKS, FP8, PACKINGS
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
 from devtools.checkpoints import transformer_weights
@@ -51,6 +53,7 @@ from devtools.quantised import (
     write_scaled_fp8,
 )
 from devtools.rank_pool import RankPool
+from workers.checkpoint.packed import PackedWeight
 from workers.model.unpack import unpack_blocks
 from workers.parallel.plan import Cut, cut_of
 
@@ -297,6 +300,33 @@ def test_planned_gathers_of_packed_blocks_are_the_counted_ones(
     )
     for rank, (_, ledger, _) in enumerate(ranks):
         assert predict_ledger(job, degrees, rank) == ledger
+
+
+@pytest.mark.parametrize("kind", BLOCKS.keys() | FP8.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacking_takes_no_more_than_planned(kind: str, dtype: torch.dtype) -> None:
+    packing = replace(PACKINGS[kind], is_scaled=kind in FP8)
+    weight = PackedWeight(packing, torch.empty(64, 1024, dtype=dtype), first=0)
+    with LiveBytes() as live, torch.inference_mode():
+        values = weight()
+    assert values.shape == (64, 1024)
+    # Of scales and indices there is a little more, which a larger matrix would show as well.
+    assert values.nbytes <= live.peak <= UNPACKING_BYTES * values.numel()
+    assert unpacked_bytes(SHAPE, mesh_degrees("single")) == 0
+    largest = max(768 * 512, 6 * 512**2)
+    packed = replace(SHAPE, packed=(("time_projection.1.weight", packing),))
+    assert unpacked_bytes(packed, mesh_degrees("tp2")) == UNPACKING_BYTES * largest
+
+
+def test_a_plan_for_a_file_counts_its_bytes(forms: Mapping[str, Form]) -> None:
+    weights = {}
+    for form in ("F32", "Q4_K"):
+        shape = model_shape(str(forms[form].path))
+        job = PlannedJob(
+            shape=shape, grid=LatentGrid(frames=2, rows=2, columns=2), steps=1, guided=True
+        )
+        weights[form] = rank_memory(job, mesh_degrees("single"), 0).weights
+    assert weights["Q4_K"] < 0.4 * weights["F32"]
 
 
 def test_a_quantised_file_makes_auto_choose_a_mesh_that_its_size_allows() -> None:

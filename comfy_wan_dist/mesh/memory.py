@@ -22,7 +22,7 @@ STATE_TENSORS = 12
 """Float32 token shards of a latent that the loop holds: x, predictions, guidance, kept frames, the solver's history."""
 
 UNPACKING_BYTES = 8
-"""For each value of a packed weight on its way to its dtype: float32, and the bytes that it comes from."""
+"""For each value of a packed weight in use: float32 on its way to its dtype, and the bytes that it comes from."""
 
 _MATRICES = (
     *(
@@ -74,7 +74,7 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
         state=STATE_TENSORS * tokens.sp.size * latent + rope,
         activations=activation_bytes(job, degrees, share),
         gathered=gathered_bytes(job.shape, degrees, dtype=job.dtype),
-        unpacked=unpacked_bytes(job.shape, degrees, dtype=job.dtype),
+        unpacked=unpacked_bytes(job.shape, degrees),
     )
 
 
@@ -123,9 +123,7 @@ def block_packings(
 def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
     """What a rank of stage `stage` must have free to load its weights and begin."""
     weights = weight_bytes(shape, degrees, stage=stage, dtype=dtype)
-    moment = gathered_bytes(shape, degrees, dtype=dtype) + unpacked_bytes(
-        shape, degrees, dtype=dtype
-    )
+    moment = gathered_bytes(shape, degrees, dtype=dtype) + unpacked_bytes(shape, degrees)
     return weights + moment + WORKING_BYTES
 
 
@@ -152,17 +150,15 @@ def block_bytes(
     return total + floats * DTYPE_BYTES["float32"]
 
 
-def unpacked_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
+def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
     """Of the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
     names = {name for name, _ in shape.packed}
     if not names:
         return 0
     largest = max(shape.ffn_dim, shape.dim) * shape.dim // degrees.tp
-    moment = largest * (UNPACKING_BYTES + DTYPE_BYTES[dtype])
     if "time_projection.1.weight" in names:
-        projection = 6 * shape.dim**2 * (UNPACKING_BYTES + DTYPE_BYTES["float32"])
-        moment = max(moment, projection)
-    return moment
+        largest = max(largest, 6 * shape.dim**2)
+    return UNPACKING_BYTES * largest
 
 
 def _matrix_shape(shape: WanShape, name: str) -> tuple[int, int]:

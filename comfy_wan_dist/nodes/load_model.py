@@ -28,14 +28,15 @@ class LoadModel(io.ComfyNode):
                 io.Combo.Input(
                     "model_name",
                     options=comfy_adapter.list_models("diffusion_models"),
-                    tooltip="File or folder in models/diffusion_models, or folder of diffusers in models/diffusers.",
+                    tooltip="File or folder in models/diffusion_models, or folder of diffusers in models/diffusers: 16 "
+                    "or 32 bits, fp8 with or without scales, or GGUF.",
                 ),
                 io.Combo.Input(
                     "dtype",
                     options=list(DTYPES),
                     default="auto",
                     tooltip="Type of the weights and of the matrix products. auto: bfloat16 on GPUs, the file's own "
-                    "type on the CPU.",
+                    "type on the CPU. Quantised weights stay so in memory and are unpacked to it when they are used.",
                 ),
                 io.String.Input(
                     "mesh",

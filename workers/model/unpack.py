@@ -40,8 +40,13 @@ def nibbles(bytes_: Tensor) -> Tensor:
 
 
 def fifth_bits(bytes_: Tensor) -> Tensor:
-    """[..., 4] -> the 32 bits, lowest first, at the place of a fifth bit: [..., 32]."""
-    return (bits(bytes_, range(8), 1).transpose(-1, -2).flatten(-2)) << 4
+    """[..., 4] -> the 32 bits, lowest first: [..., 32]."""
+    return bits(bytes_, range(8), 1).transpose(-1, -2).flatten(-2)
+
+
+def joined(low: Tensor, high: Tensor) -> Tensor:
+    """low + 16 * high. Overwrites `high`: memory is what unpacking is short of."""
+    return high.bitwise_left_shift_(4).bitwise_or_(low)
 
 
 def unpack_q4_0(blocks: Tensor) -> Tensor:
@@ -55,13 +60,13 @@ def unpack_q4_1(blocks: Tensor) -> Tensor:
 
 
 def unpack_q5_0(blocks: Tensor) -> Tensor:
-    values = nibbles(blocks[..., 6:]).flatten(-2) | fifth_bits(blocks[..., 2:6])
-    return values.float().sub_(16).mul_(half(blocks[..., :2]))
+    values = joined(nibbles(blocks[..., 6:]).flatten(-2), fifth_bits(blocks[..., 2:6])).float()
+    return values.sub_(16).mul_(half(blocks[..., :2]))
 
 
 def unpack_q5_1(blocks: Tensor) -> Tensor:
-    values = nibbles(blocks[..., 8:]).flatten(-2) | fifth_bits(blocks[..., 4:8])
-    return values.float().mul_(half(blocks[..., :2])).add_(half(blocks[..., 2:4]))
+    values = joined(nibbles(blocks[..., 8:]).flatten(-2), fifth_bits(blocks[..., 4:8])).float()
+    return values.mul_(half(blocks[..., :2])).add_(half(blocks[..., 2:4]))
 
 
 def unpack_q8_0(blocks: Tensor) -> Tensor:
@@ -72,48 +77,49 @@ def unpack_q2_k(blocks: Tensor) -> Tensor:
     scales, quants = blocks[..., :16], blocks[..., 16:80]
     scale_G1 = ((scales & 15).float() * half(blocks[..., 80:82])).unsqueeze(-1)
     least_G1 = ((scales >> 4).float() * half(blocks[..., 82:84])).unsqueeze(-1)
-    values = bits(quants.unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3)
-    return values.float().unflatten(-1, (16, 16)).mul_(scale_G1).sub_(least_G1).flatten(-2)
+    values = bits(quants.unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3).float()
+    return values.unflatten(-1, (16, 16)).mul_(scale_G1).sub_(least_G1).flatten(-2)
 
 
 def unpack_q3_k(blocks: Tensor) -> Tensor:
     high, quants, scales = blocks[..., :32], blocks[..., 32:96], blocks[..., 96:108]
     low_scales = nibbles(scales[..., :8]).flatten(-2)
     high_scales = bits(scales[..., 8:], range(0, 8, 2), 3).flatten(-2)
-    scale_G1 = (low_scales | (high_scales << 4)).float().sub_(32).mul_(half(blocks[..., 108:]))
-    values = bits(quants.unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3)
+    scale_G = joined(low_scales, high_scales).float().sub_(32).mul_(half(blocks[..., 108:]))
     # A bit of `high` that is not set stands for 4 less.
-    values = values.float().sub_((bits(high, range(8), 1).flatten(-2) ^ 1) << 2)
-    return values.unflatten(-1, (16, 16)).mul_(scale_G1.unsqueeze(-1)).flatten(-2)
+    values = bits(high, range(8), 1).flatten(-2).bitwise_left_shift_(2)
+    values.add_(bits(quants.unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3))
+    values = values.float().sub_(4)
+    return values.unflatten(-1, (16, 16)).mul_(scale_G.unsqueeze(-1)).flatten(-2)
 
 
 def unpack_q4_k(blocks: Tensor) -> Tensor:
     values_G32 = nibbles(blocks[..., 16:].unflatten(-1, (4, 32))).flatten(-3, -2)
-    return _scale_k(values_G32, blocks)
+    return _scale_k(values_G32.float(), blocks)
 
 
 def unpack_q5_k(blocks: Tensor) -> Tensor:
     low_G32 = nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-3, -2)
-    high_G32 = bits(blocks[..., 16:48], range(8), 1)
-    return _scale_k(low_G32 | (high_G32 << 4), blocks)
+    return _scale_k(joined(low_G32, bits(blocks[..., 16:48], range(8), 1)).float(), blocks)
 
 
 def unpack_q6_k(blocks: Tensor) -> Tensor:
-    low = nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-3)
-    high = bits(blocks[..., 128:192].unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3)
-    scales = blocks[..., 192:208].view(torch.int8).float().mul_(half(blocks[..., 208:]))
-    values = (low | (high << 4)).float().sub_(32)
-    return values.unflatten(-1, (16, 16)).mul_(scales.unsqueeze(-1)).flatten(-2)
+    scale_G = blocks[..., 192:208].view(torch.int8).float().mul_(half(blocks[..., 208:]))
+    values = joined(
+        nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-3),
+        bits(blocks[..., 128:192].unflatten(-1, (2, 32)), range(0, 8, 2), 3).flatten(-3),
+    ).float()
+    return values.sub_(32).unflatten(-1, (16, 16)).mul_(scale_G.unsqueeze(-1)).flatten(-2)
 
 
 def _scale_k(values_G32: Tensor, blocks: Tensor) -> Tensor:
-    """values * scale - least, with the eight scales and minima that Q4_K and Q5_K pack in 6 bits each."""
+    """values * scale - least in place, with the eight scales and minima that Q4_K and Q5_K pack in 6 bits each."""
     scales, leasts, both = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scale_G = torch.cat([scales & 63, (both & 15) | ((scales >> 2) & 48)], dim=-1)
     least_G = torch.cat([leasts & 63, (both >> 4) | ((leasts >> 2) & 48)], dim=-1)
     scale_G1 = scale_G.float().mul_(half(blocks[..., :2])).unsqueeze(-1)
     least_G1 = least_G.float().mul_(half(blocks[..., 2:4])).unsqueeze(-1)
-    return values_G32.float().mul_(scale_G1).sub_(least_G1).flatten(-2)
+    return values_G32.mul_(scale_G1).sub_(least_G1).flatten(-2)
 
 
 UNPACKERS: dict[str, Callable[[Tensor], Tensor]] = {
