@@ -19,8 +19,8 @@ from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
 
 from .allocate import allocate_parameters
-from .packed import apply_packing, official_name, packed_weights
-from .part import own_part
+from .packed import apply_packing
+from .part import own_parts
 from .reader import TensorReader
 
 
@@ -62,27 +62,16 @@ def load_weights(
 
     report(done, total) is called in bytes whenever another percent is done. Raises ModelFileError.
     """
-    packed = packed_weights(model)
-    parameters = {
-        official: held
-        for name, held in model.named_parameters()
-        if (official := official_name(name)) not in leave_out
-    }
-    # File order: one forward pass over the disk.
-    stored = sorted(
-        ((name, file.entries[name]) for name in parameters),
-        key=lambda item: (item[1].entry.path, item[1].entry.start),
-    )
-    total = sum(tensor.entry.stop - tensor.entry.start for _, tensor in stored)
+    parts = [
+        part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name not in leave_out
+    ]
+    total = sum(part.file_bytes for part in parts)
     done = 0
     with TensorReader() as reader, torch.no_grad():
-        for name, tensor in stored:
-            part = own_part(
-                name, parameters[name], tensor, tp=tp, fsdp=fsdp, packed=packed.get(name)
-            )
+        for part in parts:
             part.load(reader)
             percent = 100 * done // total
-            done += tensor.entry.stop - tensor.entry.start
+            done += part.file_bytes
             if 100 * done // total > percent:
                 report(done, total)
         return reader.bytes_read

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup
 
 from .files import ModelFiles
-from .part import ParameterPart, own_part
+from .part import ParameterPart, own_parts
 from .reader import TensorReader
 
 PIECE_ITEMS = 16 * 2**20
@@ -47,17 +46,11 @@ Changes = Mapping[str, tuple[Change, ...]]
 
 
 def read_changes(loras: Sequence[LoraSpec], files: ModelFiles, shape: WanShape) -> Changes:
-    """What `loras` change in a model of `shape`. Reads headers only. Raises ModelFileError, ConfigError."""
-    packed = dict(shape.packed)
+    """What `loras` change in a model of `shape`. Reads headers only. Raises ModelFileError."""
     changes: dict[str, tuple[Change, ...]] = {}
     for lora in loras:
         file = read_lora(files.read(lora), shape)
         for parameter, patch in file.patches.items():
-            if parameter in packed:
-                raise ConfigError(
-                    f"{file.label} changes {parameter}, which the model file holds as "
-                    f"{packed[parameter].encoding}; LoRAs need a 16- or 32-bit model file"
-                )
             change = Change(lora=lora, label=file.label, patch=patch)
             changes[parameter] = (*changes.get(parameter, ()), change)
     return changes
@@ -83,28 +76,24 @@ def merge_changes(
     report(done, total) is called in bytes of the model file. An error leaves the model half changed.
     Raises ModelFileError, and ConfigError if a value becomes infinite.
     """
-    parameters = {name: value for name, value in model.named_parameters() if name in names}
-    entries = {name: file.entries[name].entry for name in parameters}
-    own = sorted(parameters, key=lambda name: (entries[name].path, entries[name].start))
-    total = sum(entry.stop - entry.start for entry in entries.values())
+    parts = [part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name in names]
+    total = sum(part.file_bytes for part in parts)
     done = 0
     with TensorReader() as reader, torch.no_grad():
-        for name in own:
-            part = own_part(name, parameters[name], file.entries[name], tp=tp, fsdp=fsdp)
-            _merge(reader, name, part, changes.get(name, ()))
-            done += part.entry.stop - part.entry.start
+        for part in parts:
+            _merge(reader, part, changes.get(part.name, ()))
+            done += part.file_bytes
             report(done, total)
         return reader.bytes_read
 
 
-def _merge(reader: TensorReader, name: str, part: ParameterPart, changes: Sequence[Change]) -> None:
+def _merge(reader: TensorReader, part: ParameterPart, changes: Sequence[Change]) -> None:
     if not part.target.numel():
         return
     rows, columns = part.rows, part.own_columns
     step = max(1, PIECE_ITEMS // len(columns))
     if any(change.patch.dora is not None for change in changes):
-        rows = range(part.entry.shape[0])
-        columns = range(prod(part.entry.shape[1:]))
+        rows, columns = range(part.stored.shape[0]), range(part.width)
         step = len(rows)
     local = [
         LocalChange(
@@ -117,11 +106,11 @@ def _merge(reader: TensorReader, name: str, part: ParameterPart, changes: Sequen
         values = part.read(reader, piece, columns)
         for each in local:
             values = each.apply(values, piece)
-        if not bool(torch.isfinite(part.write(values, piece, columns)).all()):
+        if not part.write(values, piece, columns):
+            by = ", ".join(f"{each.label} at strength {each.lora.strength:g}" for each in changes)
             raise ConfigError(
-                f"{name} becomes NaN or infinite in {str(part.target.dtype).removeprefix('torch.')} with "
-                f"{', '.join(f'{c.label} at strength {c.lora.strength:g}' for c in changes) or 'no LoRA'}; lower the "
-                "strength, or use the dtype bfloat16 or float32"
+                f"{part.name} becomes NaN or infinite with {by or 'no LoRA'}; lower the strength, or use the dtype "
+                "bfloat16 or float32"
             )
 
 
@@ -153,14 +142,14 @@ class LocalChange:
 
     def apply(self, values: Tensor, rows: range) -> Tensor:
         """`values` [rows, columns], the given rows of the change's columns, after the change."""
-        kind = self._patch.kind
+        kind, scale = self._patch.kind, self._strength * self._patch.scale
         if kind in (Kind.DIFFERENCE, Kind.VALUE):
             (factor,) = self._patch.factors.values()
             given = self._read(factor, rows, self._columns)
-            return given if kind is Kind.VALUE else values.add_(given.mul_(self._strength))
+            return given if kind is Kind.VALUE else values.add_(given.mul_(scale))
         change = self._product(rows)
         if self._patch.dora is None:
-            return values.add_(change.mul_(self._strength * self._patch.scale))
+            return values.add_(change.mul_(scale))
         return self._scale_by_dora(values, change.mul_(self._patch.scale))
 
     def _needed(self, role: Role, factor: Factor) -> tuple[range, range]:

@@ -123,9 +123,8 @@ def packed_weights(model: WanModel) -> dict[str, PackedWeight]:
     }
 
 
-def read_scale(reader: TensorReader, entry: TensorEntry, weight: PackedWeight, name: str) -> None:
-    """Load the scale of the weight `name`. Raises ModelFileError for one that no weight can have."""
-    assert weight.scale is not None
+def read_scale(reader: TensorReader, entry: TensorEntry, name: str) -> float:
+    """The scale of the weight `name`. Raises ModelFileError for one that no weight can have."""
     scale = torch.empty(1)
     reader.read_into(scale, entry)
     if not 0 <= (value := scale.item()) < math.inf:
@@ -133,4 +132,4 @@ def read_scale(reader: TensorReader, entry: TensorEntry, weight: PackedWeight, n
             f"the scale of {name} is {value}, which must be finite and not negative; the file is damaged: download it "
             "again"
         )
-    weight.scale.copy_(scale[0])
+    return value
