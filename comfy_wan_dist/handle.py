@@ -18,7 +18,7 @@ from .mesh.machines import Machines, parse_machines, validate_machines
 from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, content_of, read_model_file
-from .model_file.lora import LoraFile, read_lora
+from .model_file.lora import LoraFile, changed_shape, read_lora
 from .model_file.wan import read_wan_file
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -69,6 +69,7 @@ class ResolvedModel:
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the spec's order.
+    shape: as it is held, LoRAs merged.
     """
 
     spec: ModelSpec
@@ -105,19 +106,21 @@ def resolve_model(
         validate_machines(degrees, machines)
         validate_devices(degrees, devices, machines=handle.machines)
     file = read_wan_file(read_model_file(handle.path))
+    lora_files = [read_model_file(lora.path) for lora in handle.loras]
+    loras = tuple(read_lora(each, file.shape) for each in lora_files)
+    shape = changed_shape(file.shape, {name for lora in loras for name in lora.patches})
     dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.dtype)
     device_memory = cuda_memory if devices.kind == "cuda" else None
     if degrees is None:
         degrees = choose_mesh(
-            file.shape,
+            shape,
             device_count=devices.count * handle.machines,
             machines=handle.machines,
             guided=True,
             device_memory=device_memory,
             dtype=dtype,
         )
-    validate_model(degrees, file.shape)
-    lora_files = [read_model_file(lora.path) for lora in handle.loras]
+    validate_model(degrees, shape)
     return ResolvedModel(
         spec=ModelSpec(
             path=file.file.path,
@@ -137,8 +140,8 @@ def resolve_model(
                 for lora, each in zip(handle.loras, lora_files, strict=True)
             ),
         ),
-        loras=tuple(read_lora(each, file.shape) for each in lora_files),
-        shape=file.shape,
+        loras=loras,
+        shape=shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),
         machines=machines,

@@ -306,7 +306,8 @@ class ForwardRun:
 def forward_rank(
     rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, compile_backend: str | None = None
 ) -> ForwardRun:
-    """Predict the velocity at sigma 0.7 once, from the file to the whole latent."""
+    """Predict the velocity at sigma 0.7 once, from the file to the whole latent. Without LoRAs."""
+    assert not spec.loras
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
     groups = plane.for_mesh(degrees)

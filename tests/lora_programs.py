@@ -19,7 +19,10 @@ from devtools.mesh_runs import (
     build_request,
     mesh_degrees,
 )
+from workers.loop import JobStats
+from workers.parallel.agreement import Agreement
 from workers.parallel.fsdp import local_part
+from workers.pipeline import PlaneRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,12 @@ def run_specs(
     for spec in specs:
         if fresh:
             runner.unload()
-        request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
         try:
-            stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+            result, stats = run_on(runner, agreement, mesh, spec, inputs, schedule)
         except WanDistError as error:
             runs.append(
                 RunOnRank(
-                    result=tensors[-1],
+                    result=torch.empty(0),
                     bytes_read=0,
                     digests={},
                     error=f"{type(error).__name__}: {error}",
@@ -68,10 +70,22 @@ def run_specs(
             name: digest(local_part(parameter, fsdp)[0])
             for name, parameter in runner._model.loaded.model.named_parameters()
         }
-        runs.append(
-            RunOnRank(result=tensors[-1].clone(), bytes_read=stats.bytes_read, digests=digests)
-        )
+        runs.append(RunOnRank(result=result, bytes_read=stats.bytes_read, digests=digests))
     return runs
+
+
+def run_on(
+    runner: PlaneRunner,
+    agreement: Agreement,
+    mesh: str,
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+) -> tuple[Tensor, JobStats]:
+    """One job; its result is filled on rank 0."""
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    return tensors[-1], stats
 
 
 def digest(values: Tensor) -> str:

@@ -22,7 +22,7 @@ from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import transformer_weights
-from devtools.loras import SPELLINGS, Parts, merged, mixed_lora, plain_lora, spelled
+from devtools.loras import SPELLINGS, Parts, PartsMaker, merged, mixed_lora, plain_lora, spelled
 from devtools.mesh_runs import (
     FORWARD_LIMIT,
     Case,
@@ -199,6 +199,32 @@ def test_every_spelling_is_the_same_lora(
     assert other.digests == same.digests
 
 
+def test_lora_that_diffusers_converted_is_the_same(folder: Path, base: ModelSpec) -> None:
+    """Its own code renames keys, folds alpha (half of the rank: exactly) into down, and makes diff_b a bias of up."""
+    from diffusers.loaders import lora_conversion_utils
+
+    make = PartsMaker(SHAPES, seed=9)
+    parts = {
+        name: make.low_rank(name) | (make.bias(name) if "cross_attn" in name else {})
+        for name in PLAIN
+        if name.startswith("blocks.")
+    }
+    given = spelled(parts, "comfyui, A and B")
+    save_file(given, folder / "given.safetensors")
+    # It writes into some of what it is given.
+    converted = lora_conversion_utils._convert_non_diffusers_wan_lora_to_diffusers(given)
+    assert len(converted) > 2 * len(PLAIN) - 20
+    assert not any(key.endswith("alpha") or "self_attn" in key for key in converted)
+    save_file(converted, folder / "converted.safetensors")
+    runs = alone(
+        *(
+            with_loras(base, lora_spec(folder / f"{name}.safetensors", 0.7))
+            for name in ("given", "converted")
+        )
+    )
+    assert runs[1].digests == runs[0].digests != alone(base)[0].digests
+
+
 def test_merging_does_not_depend_on_the_piece(
     base: ModelSpec, lora: Callable[[str, float], LoraSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +271,7 @@ def broken(parts: Parts, name: str, end: str, value: float) -> dict[str, Tensor]
         (
             "lora_up.weight",
             3e38,
-            "ConfigError: blocks.2.ffn.0.weight becomes NaN or infinite in float32 with plain",
+            "ConfigError: blocks.2.ffn.0.weight becomes NaN or infinite with plain",
         ),
     ],
 )

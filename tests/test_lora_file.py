@@ -6,6 +6,7 @@ and any keys at all. Not covered: what is merged (test_lora.py).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,7 +40,9 @@ def entry(*shape: int, dtype: str = "F32") -> TensorEntry:
 def parse(
     entries: Mapping[str, TensorEntry], shape: WanShape = SHAPE, alpha: float = 2
 ) -> LoraFile:
-    return parse_lora(entries, shape, label="some.safetensors", read_scalar=lambda entry: alpha)
+    return parse_lora(
+        entries, shape, label="some.safetensors", alpha=None, read_scalar=lambda entry: alpha
+    )
 
 
 def pair(module: str, rows: int = 128, columns: int = 128, rank: int = 4) -> dict[str, TensorEntry]:
@@ -75,6 +78,8 @@ def test_every_parameter_is_found_under_every_spelling(spelling: str) -> None:
         ("blocks.3.ffn.2.lora_A.weight", "blocks.3.ffn.2.weight", Role.DOWN),
         ("blocks.3.ffn.2.lora_B.my_adapter.weight", "blocks.3.ffn.2.weight", Role.UP),
         ("blocks.3.ffn.2.lora_A", "blocks.3.ffn.2.weight", Role.DOWN),
+        ("transformer.proj_out.lora_B.bias", "head.head.bias", Role.UP_BIAS),
+        ("blocks.3.ffn.2.lora_B.default.bias", "blocks.3.ffn.2.bias", Role.UP_BIAS),
         ("blocks.3.ffn.2.lora.up.weight", "blocks.3.ffn.2.weight", Role.UP),
         ("transformer.blocks.12.attn2.to_out.0.alpha", "blocks.12.cross_attn.o.weight", Role.ALPHA),
         ("transformer.blocks.1.norm2.diff", "blocks.1.norm3.weight", Role.DIFFERENCE),
@@ -107,7 +112,7 @@ def test_key_means(key: str, parameter: str, role: Role) -> None:
         "alpha",
         ".alpha",
         "blocks.0.self_attn.q.weight",
-        "blocks.0.self_attn.q.lora_B.bias",
+        "blocks.0.self_attn.q.lora_A.bias",
         "blocks.00000.self_attn.q.alpha",
         "blocks.x.self_attn.q.alpha",
         "blocks_0_self_attn_q.alpha",
@@ -132,6 +137,13 @@ def test_unknown_keys_are_listed_in_order_with_their_number() -> None:
     )
     assert said.endswith("'strange.9' and 5 more")
     assert "k.alpha" in file.describe(0.25, most=99)
+
+
+def test_bias_of_an_up_is_scaled_as_the_up() -> None:
+    bias = {f"{Q}.lora_B.bias": entry(128)}
+    patches = parse(pair(Q) | bias | {f"{Q}.alpha": entry()}, alpha=3).patches
+    assert patches["blocks.0.self_attn.q.bias"].scale == 3 / 4
+    assert parse(bias).patches["blocks.0.self_attn.q.bias"].scale == 1
 
 
 def test_second_experts_keys_count_only_without_the_first() -> None:
@@ -289,6 +301,50 @@ def test_alpha_is_read_in_every_type(dtype: torch.dtype, tmp_path: Path) -> None
 
 def read(path: Path) -> LoraFile:
     return read_lora(read_model_file(str(path)), SHAPE)
+
+
+def write_diffusers(path: Path, config: object, *, own_alpha: bool = False) -> None:
+    """A pair of rank 4 as diffusers saves it."""
+    module = "transformer.blocks.0.attn1.to_q"
+    tensors = {f"{module}.lora_A.weight": torch.zeros(4, 128)}
+    tensors[f"{module}.lora_B.weight"] = torch.zeros(128, 4)
+    tensors[f"{module}.lora_B.bias"] = torch.zeros(128)
+    if own_alpha:
+        tensors[f"{module}.alpha"] = torch.tensor(1.0)
+    text = config if isinstance(config, str) else json.dumps(config)
+    save_file(tensors, path, metadata={"lora_adapter_metadata": text})
+
+
+def test_alpha_of_diffusers_metadata_counts(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    config = {"transformer.r": 4, "transformer.lora_alpha": 6, "transformer.alpha_pattern": {}}
+    config |= {"transformer_2.lora_alpha": 7, "text_encoder.lora_alpha": 8}
+    write_diffusers(path, config)
+    assert [patch.scale for patch in read(path).patches.values()] == [1.5, 1.5]
+    write_diffusers(path, config, own_alpha=True)
+    assert [patch.scale for patch in read(path).patches.values()] == [0.25, 0.25]
+    write_diffusers(path, {"transformer.r": 4})
+    assert [patch.scale for patch in read(path).patches.values()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"transformer.lora_alpha": 4, "transformer.use_rslora": True}, "PEFT's use_rslora"),
+        ({"transformer.lora_alpha": 4, "transformer.alpha_pattern": {"x": 1}}, "alpha_pattern"),
+        ({"transformer.lora_alpha": "4"}, "cannot be read"),
+        ({"transformer.lora_alpha": math.inf}, "cannot be read"),
+        ({"transformer.lora_alpha": 10**400}, "cannot be read"),
+        ([1], "cannot be read"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_diffusers_metadata_that_cannot_be_followed_is_refused(
+    config: object, message: str, tmp_path: Path
+) -> None:
+    write_diffusers(tmp_path / "a.safetensors", config)
+    assert message in refusal(lambda: read(tmp_path / "a.safetensors"))
 
 
 def test_damaged_files_and_pickles_are_refused(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
+from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.vae_memory import (
     Direction,
     VAEMemory,
@@ -42,6 +43,7 @@ from comfy_wan_dist.mesh.vae_memory import (
 )
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from comfy_wan_dist.mesh.validate import validate_model
+from comfy_wan_dist.model_file.lora import changed_shape
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 
 from .checkpoint.files import ModelFiles, Spec
@@ -95,6 +97,10 @@ class HeldModel:
     spec: ModelSpec
     loaded: LoadedModel
     changes: Changes
+
+    def differs_in_loras(self, spec: ModelSpec, shape: WanShape) -> bool:
+        """Whether this is the model of `spec`, held as `shape` says, but for LoRAs."""
+        return replace(self.spec, loras=spec.loras) == spec and self.loaded.model.shape == shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +322,7 @@ class PlaneRunner:
             together(job, self._bring_back)
             return self._model.loaded
         file, changes = together(job, lambda: self._recognise(spec, groups.degrees))
+        shape = changed_shape(file.shape, changes)
 
         sharing = build_read_groups(self._plane, local_ranks=self._local_ranks)
         milestone = load_milestone(job)
@@ -336,7 +343,7 @@ class PlaneRunner:
                 self._files.read(each)  # still the same
             return bytes_read
 
-        if self._model is not None and replace(self._model.spec, loras=spec.loras) == spec:
+        if self._model is not None and self._model.differs_in_loras(spec, shape):
             together(job, self._bring_back)
             held, self._model = self._model, None  # half changed it is none
             names = changed_parameters(held.changes, changes)
@@ -350,7 +357,7 @@ class PlaneRunner:
 
         def allocate() -> WanModel:
             validate_memory(
-                file.shape,
+                shape,
                 groups.degrees,
                 stage=groups.pp.rank,
                 dtype=spec.dtype,
@@ -359,7 +366,7 @@ class PlaneRunner:
                 free_bytes=free_memory(self._device),
             )
             return build_model(
-                file.shape, pp=groups.pp, tp=tp, fsdp=fsdp, dtype=dtype, device=self._device
+                shape, pp=groups.pp, tp=tp, fsdp=fsdp, dtype=dtype, device=self._device
             )
 
         model = together(job, allocate)

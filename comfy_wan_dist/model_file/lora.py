@@ -7,26 +7,31 @@ is not known is listed.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite, prod
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import WanShape
+from .encoding import PACKINGS
 from .entry import TensorEntry
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
-from .shown import shown
+from .shown import listed, shown
 from .wan import expected_parameters
 
 FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
-SECOND_EXPERT = "transformer_2."
+FIRST_EXPERT, SECOND_EXPERT = "transformer.", "transformer_2."
 SHOWN_KEYS = 10
+PEFT_METADATA = "lora_adapter_metadata"
+UNSUPPORTED_CONFIG = ("alpha_pattern", "use_rslora", "use_dora")
+"""Settings of PEFT that change how alpha counts, or what is merged."""
 ATTENTION = re.compile(r"_attn\.[qkvo]\.weight\Z")
 
 
@@ -48,14 +53,44 @@ class LoraFile:
         if not self.unknown:
             return changed
         count = f"{len(self.unknown)} keys are" if len(self.unknown) > 1 else "1 key is"
-        first = ", ".join(map(shown, self.unknown[:most]))
-        more = f" and {len(self.unknown) - most} more" if len(self.unknown) > most else ""
-        return f"{changed}; {count} not known and left out: {first}{more}"
+        return f"{changed}; {count} not known and left out: {listed(self.unknown, most=most)}"
 
 
 def read_lora(file: ModelFile, shape: WanShape) -> LoraFile:
     """What `file` changes in a model of `shape`. Raises ModelFileError."""
-    return parse_lora(file.entries, shape, label=Path(file.path).name, read_scalar=read_scalar)
+    label = Path(file.path).name
+    alpha = default_alpha(file.metadata, label)
+    return parse_lora(file.entries, shape, label=label, alpha=alpha, read_scalar=read_scalar)
+
+
+def default_alpha(metadata: Mapping[str, str], label: str) -> float | None:
+    """What diffusers' metadata gives to pairs that have no alpha of their own. Raises ModelFileError."""
+    raw = metadata.get(PEFT_METADATA)
+    if raw is None:
+        return None
+    try:
+        settings = json.loads(raw).items()
+        config = {
+            key.removeprefix(begin): value
+            for begin in (SECOND_EXPERT, FIRST_EXPERT)
+            for key, value in settings
+            if key.startswith(begin)
+        }
+        alpha = config.get("lora_alpha")
+        if alpha is None:
+            return None
+        special = [key for key in UNSUPPORTED_CONFIG if config.get(key)]
+        if type(alpha) not in (int, float) or not isfinite(alpha):
+            raise ValueError("no number")
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelFileError(
+            f"the {PEFT_METADATA} of {label} cannot be read; the file is damaged: download it again"
+        ) from error
+    if special:
+        raise ModelFileError(
+            f"{label} was trained with PEFT's {special[0]}, which this version does not merge; choose a LoRA without it"
+        )
+    return float(alpha)
 
 
 def parse_lora(
@@ -63,13 +98,18 @@ def parse_lora(
     shape: WanShape,
     *,
     label: str,
+    alpha: float | None,
     read_scalar: Callable[[TensorEntry], float],
 ) -> LoraFile:
-    """`read_lora` of a header. Every key is part of a patch or in `unknown`, or ModelFileError is raised."""
+    """`read_lora` of a header. Every key is part of a patch or in `unknown`, or ModelFileError is raised.
+
+    alpha: of pairs that have none beside them. read_scalar: the value of a tensor with one element.
+    """
     expected = expected_parameters(shape)
     found: dict[str, dict[Role, Factor]] = {}
-    unknown = []
-    has_first = any(key.startswith("transformer.") for key in entries)
+    unknown: list[str] = []
+    scaled: set[str] = set()
+    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
     for key, entry in entries.items():
         # Of two experts' LoRAs in one file the first is meant.
         part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
@@ -88,13 +128,17 @@ def parse_lora(
                 f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
                 "choose a 16- or 32-bit file"
             )
+        role = part.role
+        if role is Role.UP_BIAS:
+            role = Role.DIFFERENCE
+            scaled.add(part.parameter)
         roles = found.setdefault(part.parameter, {})
-        if part.role in roles:
+        if role in roles:
             raise ModelFileError(
-                f"{label} has {shown(key)} and {shown(roles[part.role].name)}, which mean the same; it is damaged "
+                f"{label} has {shown(key)} and {shown(roles[role].name)}, which mean the same; it is damaged "
                 "or holds several LoRAs, so choose another file"
             )
-        roles[part.role] = Factor(name=key, entry=entry)
+        roles[role] = Factor(name=key, entry=entry)
     patches: dict[str, Patch] = {}
     for parameter, roles in found.items():
         kind = _kind_of(parameter, roles, label)
@@ -105,8 +149,16 @@ def parse_lora(
         used = (*PARTS[kind], *((Role.ALPHA, Role.DORA) if has_scale else ()))
         unknown += [factor.name for role, factor in roles.items() if role not in used]
         patches[parameter] = build_patch(
-            kind, {role: roles[role] for role in used if role in roles}, label, read_scalar
+            kind,
+            {role: roles[role] for role in used if role in roles},
+            label=label,
+            alpha=alpha,
+            read_scalar=read_scalar,
         )
+    for bias in scaled:
+        weight = patches.get(f"{bias.removesuffix('bias')}weight")
+        if weight is not None:
+            patches[bias] = replace(patches[bias], scale=weight.scale)
     if not patches:
         raise ModelFileError(
             f"{label} changes nothing in this model: none of its {len(entries)} keys is known"
@@ -120,6 +172,22 @@ def parse_lora(
         unknown=tuple(sorted(unknown, key=order.__getitem__)),
         parameters=len(expected),
     )
+
+
+def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:
+    """The shape of a model whose parameters `names` are changed: what of them was packed is packed anew, as Q8_0.
+
+    Finer than fp8 and, but for Q8_0 itself, than all blocks that files have. It takes 8.5 bits a value; a matrix whose
+    rows are no whole blocks is not packed any more.
+    """
+    again = PACKINGS["Q8_0"]
+    columns = {name: size[-1] for name, size in expected_parameters(shape).items()}
+    packed = (
+        (name, again if name in names else packing)
+        for name, packing in shape.packed
+        if name not in names or columns[name] % again.items == 0
+    )
+    return replace(shape, packed=tuple(packed))
 
 
 def read_scalar(entry: TensorEntry) -> float:

@@ -34,6 +34,7 @@ class Role(enum.Enum):
     LOKR_W2 = "lokr_w2"
     LOKR_W2_A = "lokr_w2_a"
     LOKR_W2_B = "lokr_w2_b"
+    UP_BIAS = "up's bias"
     DIFFERENCE = "difference"
     VALUE = "value"
     ALPHA = "alpha"
@@ -60,7 +61,11 @@ ENDS: tuple[tuple[re.Pattern[str], Role], ...] = tuple(
         ),
     )
 )
-BIAS_DIFFERENCE = re.compile(r"(?:\.diff_b|\.b_norm)\Z")
+BIAS_ENDS: tuple[tuple[re.Pattern[str], Role], ...] = (
+    (re.compile(r"(?:\.diff_b|\.b_norm)\Z"), Role.DIFFERENCE),
+    (re.compile(rf"\.lora_B{_ADAPTER}\.bias\Z"), Role.UP_BIAS),
+)
+"""What changes the bias of the module that the key names. PEFT scales an up's bias as it scales the up."""
 UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(rf"(?:{end})\Z"), kind)
     for end, kind in (
@@ -111,9 +116,10 @@ class Part:
 
 def read_key(key: str) -> Part | None:
     """The place of the tensor `key`, or None if it is not known. The parameter may be one that the model has not."""
-    if end := BIAS_DIFFERENCE.search(key):
-        path = _official(key[: end.start()])
-        return None if path is None else Part(parameter=f"{path}.bias", role=Role.DIFFERENCE)
+    for pattern, bias_role in BIAS_ENDS:
+        if end := pattern.search(key):
+            path = _official(key[: end.start()])
+            return None if path is None else Part(parameter=f"{path}.bias", role=bias_role)
     for ends in (ENDS, UNSUPPORTED):
         for pattern, role in ends:
             if end := pattern.search(key):

@@ -88,7 +88,7 @@ class DoraAxis(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
-    """The change of one parameter by one file. scale: what the product is multiplied with besides the strength."""
+    """The change of one parameter by one file. scale: what it is multiplied with besides the strength."""
 
     kind: Kind
     factors: Mapping[Role, Factor]
@@ -99,12 +99,14 @@ class Patch:
 def build_patch(
     kind: Kind,
     factors: Mapping[Role, Factor],
+    *,
     label: str,
+    alpha: float | None,
     read_scalar: Callable[[TensorEntry], float],
 ) -> Patch:
     """The change that `factors` make. Raises ModelFileError if they do not go together.
 
-    read_scalar: the value of a tensor with one element.
+    alpha: of a low-rank pair that has none. read_scalar: the value of a tensor with one element.
     """
     for left, right in PAIRS:
         if (left in factors) != (right in factors):
@@ -117,12 +119,12 @@ def build_patch(
             _require_product(factors[left], factors[right], label, kind)
     if kind in (Kind.LOHA, Kind.LOKR):
         _require_forms(kind, factors, label)
-    scale = 1.0
     rank = next((factors[role].rows for role in RANKS.get(kind, ()) if role in factors), None)
-    if (alpha := factors.get(Role.ALPHA)) is not None:
-        value = _alpha(alpha, label, read_scalar)
-        # A product of two whole matrices has no rank, and alpha no say.
-        scale = 1.0 if rank is None else value / rank
+    value = alpha if kind is Kind.LORA else None
+    if (own_alpha := factors.get(Role.ALPHA)) is not None:
+        value = _alpha(own_alpha, label, read_scalar)
+    # A product of two whole matrices has no rank, and alpha no say.
+    scale = 1.0 if rank is None or value is None else value / rank
     matrices = {**factors}
     matrices.pop(Role.ALPHA, None)
     patch = Patch(kind=kind, factors=matrices, scale=scale)

@@ -19,8 +19,8 @@ from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
 
 from .allocate import allocate_parameters
-from .packed import apply_packing, official_name, packed_weights
-from .part import own_part
+from .packed import apply_packing
+from .part import own_parts
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 
@@ -63,23 +63,12 @@ def load_weights(
 
     Collectives: those of the milestones and of `SharedReader`. Raises ModelFileError.
     """
-    packed = packed_weights(model)
-    parameters = {
-        official: held
-        for name, held in model.named_parameters()
-        if (official := official_name(name)) not in leave_out
-    }
-    # File order: one forward pass over the disk.
-    stored = sorted(
-        ((name, file.entries[name]) for name in parameters),
-        key=lambda item: (item[1].entry.path, item[1].entry.start),
-    )
+    parts = [
+        part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name not in leave_out
+    ]
     with SharedReader(sharing) as reader, torch.no_grad():
-        for section, done, total in in_sections(stored, lambda item: item[1].entry.size):
-            for name, tensor in section:
-                part = own_part(
-                    name, parameters[name], tensor, tp=tp, fsdp=fsdp, packed=packed.get(name)
-                )
+        for section, done, total in in_sections(parts, lambda part: part.file_bytes):
+            for part in section:
                 part.load(reader)
             milestone(done, total, reader.error)
         return reader.bytes_read

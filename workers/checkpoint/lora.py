@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup
 
 from .files import ModelFiles
-from .part import ParameterPart, own_part
+from .part import ParameterPart, own_parts
 from .reader import TensorReader
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
@@ -49,17 +48,11 @@ Changes = Mapping[str, tuple[Change, ...]]
 
 
 def read_changes(loras: Sequence[LoraSpec], files: ModelFiles, shape: WanShape) -> Changes:
-    """What `loras` change in a model of `shape`. Reads headers only. Raises ModelFileError, ConfigError."""
-    packed = dict(shape.packed)
+    """What `loras` change in a model of `shape`. Reads headers only. Raises ModelFileError."""
     changes: dict[str, tuple[Change, ...]] = {}
     for lora in loras:
         file = read_lora(files.read(lora), shape)
         for parameter, patch in file.patches.items():
-            if parameter in packed:
-                raise ConfigError(
-                    f"{file.label} changes {parameter}, which the model file holds as "
-                    f"{packed[parameter].encoding}; LoRAs need a 16- or 32-bit model file"
-                )
             change = Change(lora=lora, label=file.label, patch=patch)
             changes[parameter] = (*changes.get(parameter, ()), change)
     return changes
@@ -86,14 +79,11 @@ def merge_changes(
     An error leaves the model half changed. Collectives: those of the milestones and of `SharedReader`.
     Raises ModelFileError, and ConfigError if a value becomes infinite.
     """
-    parameters = {name: value for name, value in model.named_parameters() if name in names}
-    entries = {name: file.entries[name].entry for name in parameters}
-    own = sorted(parameters, key=lambda name: (entries[name].path, entries[name].start))
+    parts = [part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name in names]
     with SharedReader(sharing) as reader, torch.no_grad():
-        for section, done, total in in_sections(own, lambda name: entries[name].size):
-            for name in section:
-                part = own_part(name, parameters[name], file.entries[name], tp=tp, fsdp=fsdp)
-                _merge(reader, part, changes.get(name, ()))
+        for section, done, total in in_sections(parts, lambda part: part.file_bytes):
+            for part in section:
+                _merge(reader, part, changes.get(part.name, ()))
             milestone(done, total, reader.error)
         return reader.bytes_read
 
@@ -104,8 +94,7 @@ def _merge(reader: SharedReader, part: ParameterPart, changes: Sequence[Change])
     rows, columns = part.rows, part.own_columns
     step = max(1, PIECE_ITEMS // len(columns))
     if any(change.patch.dora is not None for change in changes):
-        rows = range(part.entry.shape[0])
-        columns = range(prod(part.entry.shape[1:]))
+        rows, columns = range(part.stored.shape[0]), range(part.width)
         step = len(rows)
     local: list[LocalChange] = []
 
@@ -133,13 +122,12 @@ def _merge_piece(
 ) -> None:
     for each in changes:
         values = each.apply(values, rows)
-    if bool(torch.isfinite(part.write(values, rows, columns)).all()):
-        return
-    cause = ", ".join(f"{each.label} at strength {each.strength:g}" for each in changes)
-    raise ConfigError(
-        f"{part.name} becomes NaN or infinite in {str(part.target.dtype).removeprefix('torch.')} with "
-        f"{cause or 'no LoRA'}; lower the strength, or use the dtype bfloat16 or float32"
-    )
+    if not part.write(values, rows, columns):
+        by = ", ".join(each.name for each in changes)
+        raise ConfigError(
+            f"{part.name} becomes NaN or infinite with {by or 'no LoRA'}; lower the strength, or use the dtype "
+            "bfloat16 or float32"
+        )
 
 
 class LocalChange:
@@ -155,9 +143,10 @@ class LocalChange:
         device: torch.device,
     ) -> None:
         self._reader = reader
-        self.label = change.label
+        self._label = change.label
         self._patch = change.patch
-        self.strength = change.lora.strength
+        self._strength = change.lora.strength
+        self.name = f"{change.label} at strength {change.lora.strength:g}"
         self._rows = rows
         self._columns = columns
         self._device = device
@@ -170,14 +159,14 @@ class LocalChange:
 
     def apply(self, values: Tensor, rows: range) -> Tensor:
         """`values` [rows, columns], the given rows of the change's columns, after the change."""
-        kind = self._patch.kind
+        kind, scale = self._patch.kind, self._strength * self._patch.scale
         if kind in (Kind.DIFFERENCE, Kind.VALUE):
             (factor,) = self._patch.factors.values()
             given = self._read(factor, rows, self._columns)
-            return given if kind is Kind.VALUE else values.add_(given.mul_(self.strength))
+            return given if kind is Kind.VALUE else values.add_(given.mul_(scale))
         change = self._product(rows)
         if self._patch.dora is None:
-            return values.add_(change.mul_(self.strength * self._patch.scale))
+            return values.add_(change.mul_(scale))
         return self._scale_by_dora(values, change.mul_(self._patch.scale))
 
     def _needed(self, role: Role, factor: Factor) -> tuple[range, range]:
@@ -229,9 +218,9 @@ class LocalChange:
         before, dim = (values, 1) if self._patch.dora is DoraAxis.ROWS else (changed, 0)
         length = torch.linalg.vector_norm(before, dim=dim, keepdim=True)
         changed *= self._factors[Role.DORA] / (length + torch.finfo(torch.float32).eps)
-        if self.strength == 1:
+        if self._strength == 1:
             return changed
-        return values.add_(changed.sub_(values).mul_(self.strength))
+        return values.add_(changed.sub_(values).mul_(self._strength))
 
     def _read(self, factor: Factor, rows: range, columns: range) -> Tensor:
         """[rows, columns] of a factor in float32. Raises ModelFileError, also for values that are not finite."""
@@ -258,6 +247,6 @@ class LocalChange:
             )
         if not bool(torch.isfinite(values).all()):
             raise ModelFileError(
-                f"{self.label}: {factor.name!r} holds values that are NaN or infinite; download it again"
+                f"{self._label}: {factor.name!r} holds values that are NaN or infinite; download it again"
             )
         return values

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.packing import Packing
 from comfy_wan_dist.model_file.encoding import BLOCKS
+from comfy_wan_dist.model_file.entry import TensorEntry
 from workers.model.unpack import unpack_blocks
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup
@@ -25,6 +26,7 @@ from workers.parallel.plan import Slice
 from workers.parallel.tensor import RowParallelLinear
 
 from .reader import TORCH_TYPES
+from .sharing import SharedReader
 
 
 class PackedWeight(nn.Module):
@@ -58,16 +60,6 @@ class PackedWeight(nn.Module):
         """The bytes of a row in which those columns of the full matrix lie."""
         blocks, size = self.packing.covering(columns.start, columns.stop), self.packing.size
         return Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
-
-    def set_scale(self, scale: Tensor, name: str) -> None:
-        """Take the scale [1] of the weight `name`. Raises ModelFileError for one that no weight can have."""
-        assert self.scale is not None
-        if not 0 <= (value := scale.item()) < math.inf:
-            raise ModelFileError(
-                f"the scale of {name} is {value}, which must be finite and not negative; the file is damaged: "
-                "download it again"
-            )
-        self.scale.copy_(scale[0])
 
     def forward(self) -> Tensor:
         """The values, [rows, columns] in the model's dtype."""
@@ -134,3 +126,22 @@ def packed_weights(model: WanModel) -> dict[str, PackedWeight]:
         for name, module in model.named_modules()
         if isinstance(module, PackedWeight)
     }
+
+
+def read_scale(
+    reader: SharedReader, entry: TensorEntry, name: str, *, holders: AxisGroup, device: torch.device
+) -> float:
+    """The scale of the weight `name`. Keeps ModelFileError for one that no weight can have."""
+    scale = torch.ones(1, device=device)
+    reader.read_into(scale, entry, holders=holders)
+    value = scale.item()
+    reader.attempt(lambda: validate_scale(value, name))
+    return value
+
+
+def validate_scale(scale: float, name: str) -> None:
+    if not 0 <= scale < math.inf:
+        raise ModelFileError(
+            f"the scale of {name} is {scale}, which must be finite and not negative; the file is damaged: download it "
+            "again"
+        )

@@ -1,85 +1,69 @@
-"""A rank's own part of one parameter: which rows and columns of the whole it is, and where its values lie."""
+"""A rank's own part of one parameter: its rows and columns of the whole, how the file has it, and its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.model_file.encoding import StoredTensor
+from comfy_wan_dist.mesh.packing import Packing
+from comfy_wan_dist.model_file.encoding import BLOCKS, PACKINGS, StoredTensor
 from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.wan import WanFile
+from workers.model.pack import pack_q8_0
+from workers.model.unpack import unpack_blocks
+from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
 from workers.parallel.plan import Slice, parameter_slice
 
-from .packed import PackedWeight
+from .packed import PackedWeight, official_name, packed_weights, read_scale
 from .sharing import ReadGroups, SharedReader
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterPart:
-    """Part of the parameter `name`, which `stored` holds. As a matrix, all dims but the first are its columns.
+    """Part of the parameter `name`, of which `stored` is the whole. As a matrix, all dims but the first are columns.
 
-    target: the rank's memory for it, contiguous. columns: None for all. packed: what holds it in the file's own form.
-    peer_columns: of each tp rank, as bytes of a row if packed; none if all have all columns.
-    is_shared: whether fsdp cuts it. is_whole: whether all ranks of the stage hold all of it.
+    target: the rank's memory for it, contiguous. packed: what that belongs to if it is quantised. columns: of the
+    sharding plan; None for all. peer_columns: those of every tp rank; none if all have all. is_shared: whether fsdp
+    cuts it. is_whole: whether all ranks of the stage hold all of it.
     """
 
     name: str
     stored: StoredTensor
     target: Tensor
+    packed: PackedWeight | None
     rows: range
     columns: Slice | None
-    packed: PackedWeight | None = None
-    peer_columns: tuple[Slice, ...] = ()
-    is_shared: bool = False
-    is_whole: bool = False
+    peer_columns: tuple[Slice, ...]
+    is_shared: bool
+    is_whole: bool
 
     @property
-    def entry(self) -> TensorEntry:
-        return self.stored.entry
+    def file_bytes(self) -> int:
+        """Of the whole parameter."""
+        return self.stored.entry.stop - self.stored.entry.start
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole parameter."""
+        return prod(self.stored.shape[1:])
 
     @property
     def own_columns(self) -> range:
+        """Those that the rank's memory has values of; of packed ones all in its blocks."""
+        if self.packed is not None and self.packed.encoding in BLOCKS:
+            items, size = BLOCKS[self.packed.encoding]
+            return range(
+                self.packed.stored.start // size * items, self.packed.stored.stop // size * items
+            )
         if self.columns is None:
-            return range(prod(self.entry.shape[1:]))
+            return range(self.width)
         return range(self.columns.start, self.columns.stop)
-
-    def load(self, reader: SharedReader) -> None:
-        """Fill the rank's memory from the file."""
-        packed = self.packed
-        columns = self.columns
-        if packed is not None and columns is not None:
-            columns = packed.stored
-        reader.read_into(
-            self.target if packed is None else self.target.view(torch.uint8),
-            self.entry if packed is None else self.stored.as_bytes,
-            holders=self.holders(reader.groups),
-            rows=as_slice(self.rows),
-            columns=columns,
-            peer_columns=self.peer_columns,
-        )
-        if packed is not None and self.stored.scale is not None:
-            scale = torch.empty(1, device=self.target.device)
-            reader.read_into(scale, self.stored.scale, holders=reader.groups.everyone)
-            reader.attempt(lambda: packed.set_scale(scale, self.name))
-
-    def read(self, reader: SharedReader, rows: range, columns: range) -> Tensor:
-        """Any rows and columns of the parameter as the file has them, float32."""
-        size = prod(self.entry.shape[1:])
-        values = torch.empty(len(rows), len(columns), device=self.target.device)
-        is_whole = len(columns) == size
-        reader.read_into(
-            values,
-            replace(self.entry, shape=(self.entry.shape[0], size)),
-            holders=self.holders(reader.groups),
-            rows=as_slice(rows),
-            columns=None if is_whole else Slice(dim=1, start=columns.start, stop=columns.stop),
-            peer_columns=() if is_whole else self.peer_columns,
-        )
-        return values
 
     def holders(self, groups: ReadGroups) -> AxisGroup:
         """Who reads the same of this parameter."""
@@ -87,51 +71,117 @@ class ParameterPart:
             return groups.everyone
         return lone_rank("read") if self.is_shared else groups.replicas
 
-    def write(self, values: Tensor, rows: range, columns: range) -> Tensor:
-        """Keep what of `values`, at these rows and columns of the parameter, is the rank's own; returns it rounded."""
+    def load(self, reader: SharedReader) -> None:
+        """Fill the rank's memory with what the file has."""
+        packed, holders = self.packed, self.holders(reader.groups)
+        rows = Slice(dim=0, start=self.rows.start, stop=self.rows.stop)
+        if packed is None:
+            reader.read_into(
+                self.target,
+                self.stored.entry,
+                holders=holders,
+                rows=rows,
+                columns=self.columns,
+                peer_columns=self.peer_columns,
+            )
+            return
+        reader.read_into(
+            self.target.view(torch.uint8),
+            self.stored.as_bytes,
+            holders=holders,
+            rows=rows,
+            columns=None if self.columns is None else packed.stored,
+            peer_columns=tuple(map(packed.stored_of, self.peer_columns)),
+        )
+        if self.stored.scale is not None:
+            assert packed.scale is not None
+            packed.scale.fill_(self._scale(reader, self.stored.scale))
+
+    def read(self, reader: SharedReader, rows: range, columns: range) -> Tensor:
+        """Any rows and columns of the parameter as the file has them, float32."""
+        entry, device = self.stored.entry, self.target.device
+        holders = self.holders(reader.groups)
+        packing: Packing = PACKINGS[entry.dtype]
+        blocks = packing.covering(columns.start, columns.stop)
+        of_rows = Slice(dim=0, start=rows.start, stop=rows.stop)
+        if entry.dtype in BLOCKS:
+            size = packing.size
+            data = torch.zeros(len(rows), len(blocks) * size, dtype=torch.uint8, device=device)
+            part = Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
+            reader.read_into(
+                data, self.stored.as_bytes, holders=holders, rows=of_rows, columns=part
+            )
+            first = columns.start - blocks.start * packing.items
+            return unpack_blocks(data, entry.dtype).narrow(1, first, len(columns)).contiguous()
+        values = torch.zeros(len(rows), len(columns), device=device)
+        is_whole = len(columns) == self.width
+        reader.read_into(
+            values,
+            replace(entry, shape=(entry.shape[0], self.width)),
+            holders=holders,
+            rows=of_rows,
+            columns=None if is_whole else Slice(dim=1, start=columns.start, stop=columns.stop),
+            # Packed again, the tp ranks' columns are of whole blocks, and not as many on each.
+            peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
+        )
+        if self.stored.scale is not None:
+            values.mul_(self._scale(reader, self.stored.scale))
+        return values
+
+    def _scale(self, reader: SharedReader, entry: TensorEntry) -> float:
+        holders, device = self.holders(reader.groups), self.target.device
+        return read_scale(reader, entry, self.name, holders=holders, device=device)
+
+    def write(self, values: Tensor, rows: range, columns: range) -> bool:
+        """Keep what of `values`, at these rows and columns of the parameter, is the rank's own.
+
+        Returns whether all of it is finite as it is kept. A packed parameter must be held as Q8_0.
+        """
         first, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
         own = self.own_columns
         kept = values[
             first - rows.start : stop - rows.start,
             own.start - columns.start : own.stop - columns.start,
         ]
-        place = self.target.view(len(self.rows), len(own))[
+        place = self.target.view(len(self.rows), -1)[
             first - self.rows.start : stop - self.rows.start
         ]
-        return place.copy_(kept)
+        if self.packed is None:
+            return bool(torch.isfinite(place.copy_(kept)).all())
+        assert self.packed.encoding == "Q8_0"
+        place.copy_(pack_q8_0(kept))
+        return bool(torch.isfinite(unpack_blocks(place, "Q8_0")).all())
 
 
-def own_part(
-    name: str,
-    parameter: Tensor,
-    stored: StoredTensor,
-    *,
-    tp: AxisGroup,
-    fsdp: AxisGroup,
-    packed: PackedWeight | None = None,
-) -> ParameterPart:
-    """What this rank holds of the parameter `name`, as the sharding plan and fsdp cut it."""
-    cuts = [
-        parameter_slice(name, stored.shape, tp_rank=rank, tp_size=tp.size)
-        for rank in range(tp.size)
-    ]
-    cut = cuts[tp.rank]
-    first = cut.start if cut is not None and cut.dim == 0 else 0
-    target, rows = local_part(parameter, fsdp)
-    is_shared = target is not parameter
-    columns = tuple(each for each in cuts if each is not None and each.dim == 1)
-    return ParameterPart(
-        name=name,
-        stored=stored,
-        target=target,
-        rows=range(first + rows.start, first + rows.stop),
-        columns=columns[tp.rank] if columns else None,
-        packed=packed,
-        peer_columns=columns if packed is None else tuple(map(packed.stored_of, columns)),
-        is_shared=is_shared,
-        is_whole=cut is None and not is_shared,
-    )
-
-
-def as_slice(rows: range) -> Slice:
-    return Slice(dim=0, start=rows.start, stop=rows.stop)
+def own_parts(
+    model: WanModel, file: WanFile, *, tp: AxisGroup, fsdp: AxisGroup
+) -> Sequence[ParameterPart]:
+    """What this rank holds, as the sharding plan and fsdp cut it, in the order of the file: one forward pass."""
+    packed = packed_weights(model)
+    parts = []
+    for held_as, parameter in model.named_parameters():
+        name = official_name(held_as)
+        stored = file.entries[name]
+        cuts = [
+            parameter_slice(name, stored.shape, tp_rank=rank, tp_size=tp.size)
+            for rank in range(tp.size)
+        ]
+        cut = cuts[tp.rank]
+        first = cut.start if cut is not None and cut.dim == 0 else 0
+        target, rows = local_part(parameter, fsdp)
+        columns = tuple(each for each in cuts if each is not None and each.dim == 1)
+        is_shared = target is not parameter
+        parts.append(
+            ParameterPart(
+                name=name,
+                stored=stored,
+                target=target,
+                packed=packed.get(name),
+                rows=range(first + rows.start, first + rows.stop),
+                columns=columns[tp.rank] if columns else None,
+                peer_columns=columns,
+                is_shared=is_shared,
+                is_whole=cut is None and not is_shared,
+            )
+        )
+    return sorted(parts, key=lambda part: (part.stored.entry.path, part.stored.entry.start))
