@@ -22,7 +22,7 @@ from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import build_model, load_weights
-from workers.checkpoint.sharing import build_read_groups, pass_by
+from workers.checkpoint.sharing import pass_by, read_alone
 from workers.loaded import finish_model
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
@@ -309,16 +309,16 @@ def forward_rank(
     """Predict the velocity at sigma 0.7 once, from the file to the whole latent. Without LoRAs."""
     assert not spec.loras
     degrees = mesh_degrees(mesh)
-    plane = PlaneGroups(layout=degrees, rank=rank)
-    groups = plane.for_mesh(degrees)
+    groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
     if compile_backend is not None:
         groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
     model = build_model(
         file.shape, pp=groups.pp, tp=groups.tp, fsdp=groups.fsdp, dtype=torch.float32, device=CPU
     )
-    sharing = build_read_groups(plane, local_ranks=degrees.world_size)
-    load_weights(model, file, tp=groups.tp, fsdp=groups.fsdp, sharing=sharing, milestone=pass_by)
+    load_weights(
+        model, file, tp=groups.tp, fsdp=groups.fsdp, sharing=read_alone(), milestone=pass_by
+    )
     loaded = finish_model(model, groups, compile_backend=compile_backend)
     residuals: list[Tensor] = []
     if compile_backend is None:

@@ -467,12 +467,12 @@ def memory_errors() -> Iterator[None]:
 
 
 def load_milestone(job: Job) -> Milestone:
-    """Reports how far a load is. Collectives: two votes, where errors and a stop are heard on every rank."""
+    """Reports how far a load is. Collectives: one vote, where errors and a stop are heard on every rank."""
 
     def milestone(done: int, total: int, error: Exception | None) -> None:
+        if error is None and job.cancel_requested():
+            error = JobCancelled("the job was stopped while the model was loading")
         job.agree(error)
-        if job.agree_stop():
-            raise JobCancelled("the job was stopped while the model was loading")
         if total:
             job.report("load", done, total)
 
