@@ -55,6 +55,22 @@ def list_models(folder: str) -> list[str]:
     )
 
 
+def list_loras() -> list[str]:
+    """Names of the files in the folders of LoRAs."""
+    names: list[str] = folder_paths.get_filename_list("loras")
+    return names
+
+
+def lora_path(name: str) -> str:
+    """Full path of a LoRA. Raises ConfigError when it is gone."""
+    path = folder_paths.get_full_path("loras", name)
+    if path is None:
+        raise ConfigError(
+            f"{name!r} is not in the loras folders of ComfyUI; refresh the list and choose again"
+        )
+    return str(path)
+
+
 def gguf_files(folder: str) -> list[str]:
     """Names of the GGUF files in a model folder, which ComfyUI's own lists leave out."""
     roots = folder_paths.get_folder_paths(folder)

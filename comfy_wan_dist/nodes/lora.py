@@ -31,7 +31,7 @@ class LoRA(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "lora_name",
-                    options=comfy_adapter.list_models("loras"),
+                    options=comfy_adapter.list_loras(),
                     tooltip="File in models/loras: safetensors, made for this model, with keys in any usual spelling.",
                 ),
                 io.Float.Input(
@@ -52,13 +52,13 @@ class LoRA(io.ComfyNode):
     ) -> str:
         if strength == 0:
             return ""
-        return fingerprint(read_model_file(comfy_adapter.model_path("loras", lora_name)))
+        return fingerprint(read_model_file(comfy_adapter.lora_path(lora_name)))
 
     @classmethod
     def execute(cls, model: ModelHandle, lora_name: str, strength: float) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(model)
-        handle = model.with_lora(comfy_adapter.model_path("loras", lora_name), strength)
+        handle = model.with_lora(comfy_adapter.lora_path(lora_name), strength)
         file = session.resolve(handle).loras[-1]
         level = logging.WARNING if file.unknown else logging.INFO
         logger.log(level, "[wan-dist] LoRA %s", file.describe(strength, most=len(file.unknown)))
