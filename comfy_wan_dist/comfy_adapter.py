@@ -28,7 +28,7 @@ from .ipc.errors import ConfigError
 from .mesh.devices import DeviceList
 from .model_file.files import GGUF_SUFFIX
 from .model_list import folder_named, listed_names
-from .schedules import Schedule, flow_timesteps, wan_official
+from .schedules import Schedule, flow_timesteps, given_sigmas, wan_official
 
 Latent = Mapping[str, Any]
 Conditioning = Sequence[Sequence[Any]]
@@ -212,6 +212,16 @@ def build_schedule(
     )
 
 
+def sigmas_schedule(sigmas: Any) -> Schedule:
+    """The schedule of a SIGMAS, whichever node made it. Raises ConfigError."""
+    if not isinstance(sigmas, Tensor) or sigmas.dim() != 1:
+        got = f"shape {list(sigmas.shape)}" if isinstance(sigmas, Tensor) else type(sigmas).__name__
+        raise ConfigError(
+            f"the SIGMAS are no list of numbers but {got}; use a scheduler node such as BasicScheduler"
+        )
+    return given_sigmas(sigmas.tolist())
+
+
 class _FlowModel:
     """As much of a MODEL as ComfyUI's KSampler asks for its sigmas."""
 
@@ -234,7 +244,7 @@ class _FlowModel:
 class SamplingTensors:
     """A LATENT as a sampling job takes it, float32 on the CPU, normalised latent space.
 
-    noisy, clean [B, C, T, h, w]; mask [B, 1 or C, T, h, w]; frame_mask [B, T]; step_noise [N-1, B, C, T, h, w].
+    noisy, clean [B, C, T, h, w]; mask [B, 1 or C, T, h, w]; frame_mask [B, T]; step_noise [K, B, C, T, h, w].
     """
 
     noisy: Tensor
@@ -318,8 +328,9 @@ def full_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
-    """Fresh noise of each step but the last, from ComfyUI's own rule on ComfyUI's own device."""
-    pairs = list(zip(schedule.sigmas[1:-1], schedule.sigmas[2:], strict=True))
+    """Fresh noise of each step that does not end at 0, from ComfyUI's own rule on ComfyUI's own device."""
+    points = schedule.sigmas
+    pairs = [pair for pair in zip(points[:-1], points[1:], strict=True) if pair[1] > 0]
     if not pairs:
         return None
     like = noise.to(comfy.model_management.get_torch_device())

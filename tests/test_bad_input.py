@@ -527,6 +527,34 @@ def test_numbers_that_cannot_be_sampled_with_are_refused(
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("values", "dims", "words"),
+    [
+        ("1", 0, ["hold 1 value;", "2 to 10001"]),
+        ("1,nan,0", 0, ["value 1", "nan after 1.0"]),
+        ("0.5,0.75,0", 0, ["value 1", "0.75 after 0.5", "must fall"]),
+        ("14.6,3,0", 0, ["value 0", "14.6", "flow models"]),
+        ("1,0.5,-0.1", 0, ["value 2"]),
+        ("1,0.5,0", 1, ["shape [1, 3]", "BasicScheduler"]),
+    ],
+)
+def test_sigmas_that_cannot_be_sampled_with_are_refused(
+    refuse: Callable[..., str], seed: int, values: str, dims: int, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["sigmas"] = node("GivenSigmas", values=values, dims=dims)
+    graph["sampler"]["inputs"]["sigmas"] = ["sigmas", 0]
+    assert_says(refuse(graph, at="sampler", error="ConfigError"), words)
+
+
+def test_few_step_beside_sigmas_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["sigmas"] = node("GivenSigmas", values="1,0.5,0", dims=0)
+    graph["sampler"]["inputs"].update(sigmas=["sigmas", 0], few_step="Turbo, 4 steps")
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["'Turbo, 4 steps'", "set few_step to off"])
+
+
 @pytest.mark.parametrize("shift", [1.32, 4.03, 8.72])
 def test_shift_whose_first_sigma_rounds_above_one_is_sampled(
     server: ComfyServer, seed: int, shift: float
@@ -640,6 +668,7 @@ def test_model_outside_the_folders_is_refused(
     [
         ("sampler", "sampler_name", "choose uni_pc"),
         ("sampler", "scheduler", "choose simple"),
+        ("sampler", "few_step", "choose FastWan"),
         ("model", "dtype", "choose auto"),
         ("decode", "vae_dtype", "choose auto"),
     ],

@@ -76,6 +76,8 @@ NODES = {
             "scheduler",
             "shift",
             "denoise",
+            "few_step",
+            "sigmas",
         ],
         ["latent", "report"],
     ),

@@ -44,6 +44,7 @@ WIDGETS = {
         "scheduler",
         "shift",
         "denoise",
+        "few_step",
     ],
     "WanDistVAEDecode": ["vae_name", "vae_dtype", "image_dtype", "memory"],
     "WanDistImageToVideoLatent": [

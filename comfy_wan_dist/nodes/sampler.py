@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isclose, isfinite
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -11,7 +12,10 @@ from ..handle import ModelHandle
 from ..ipc.errors import ConfigError
 from ..mesh.report import job_text
 from ..sampling_pieces import Sampling, build_pieces
+from ..schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from .load_model import CATEGORY, WanDistModel
+
+NO_PRESET = "off"
 
 
 class Sampler(io.ComfyNode):
@@ -86,6 +90,21 @@ class Sampler(io.ComfyNode):
                     step=0.01,
                     tooltip="Share of the schedule to run, 0 to 1: below 1 it starts from the given latent.",
                 ),
+                io.Combo.Input(
+                    "few_step",
+                    options=[NO_PRESET, *FEW_STEP],
+                    default=NO_PRESET,
+                    optional=True,
+                    tooltip="Settings of a distilled model: FastWan2.2-TI2V-5B or Wan2.2-TI2V-5B-Turbo. Other than off "
+                    "it samples with lcm, cfg 1 and the model's own sigmas, and steps, cfg, sampler_name, scheduler, "
+                    "shift and denoise are not used.",
+                ),
+                io.Sigmas.Input(
+                    "sigmas",
+                    optional=True,
+                    tooltip="From ManualSigmas, BasicScheduler and the like, falling from 1 to 0. If connected, steps, "
+                    "scheduler, shift and denoise are not used.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),
@@ -110,7 +129,20 @@ class Sampler(io.ComfyNode):
         scheduler: str,
         shift: float,
         denoise: float,
+        few_step: str = NO_PRESET,
+        sigmas: Any = None,
     ) -> io.NodeOutput:
+        note = ""
+        if few_step != NO_PRESET:
+            schedule, note = _few_step(few_step, has_sigmas=sigmas is not None)
+            sampler_name, cfg = FEW_STEP_SOLVER, 1.0
+        elif sigmas is not None:
+            schedule = comfy_adapter.sigmas_schedule(sigmas)
+            note = f"sigmas {_listed(schedule)}; not used: steps, scheduler, shift, denoise\n\n"
+        else:
+            schedule = comfy_adapter.build_schedule(
+                sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
+            )
         if not isfinite(cfg):
             raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
         resolved = session.resolve(model)
@@ -119,9 +151,6 @@ class Sampler(io.ComfyNode):
         uncond = None
         if not isclose(cfg, 1.0):
             uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
-        schedule = comfy_adapter.build_schedule(
-            sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
-        )
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
         tensors = comfy_adapter.prepare_sampling(
@@ -143,6 +172,26 @@ class Sampler(io.ComfyNode):
                 job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
             )
-            report = "\n\n".join([*(f"LoRA {line}" for line in resolved.lora_lines), *jobs])
+            report = note + "\n\n".join([*(f"LoRA {line}" for line in resolved.lora_lines), *jobs])
             latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
             return io.NodeOutput(latent, report)
+
+
+def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:
+    """A preset's schedule, and what the report says of it. Raises ConfigError."""
+    if name not in FEW_STEP:
+        raise ConfigError(f"few_step {name!r} is not offered; choose {', '.join(FEW_STEP)} or off")
+    if has_sigmas:
+        raise ConfigError(
+            f"few_step is {name!r} and sigmas are connected; set few_step to off or disconnect the sigmas"
+        )
+    schedule = FEW_STEP[name]
+    return schedule, (
+        f"few_step {name}: {FEW_STEP_SOLVER}, cfg 1, sigmas {_listed(schedule)}; not used: steps, cfg, sampler_name, "
+        "scheduler, shift, denoise\n\n"
+    )
+
+
+def _listed(schedule: Schedule) -> str:
+    shown = [f"{sigma:.6g}" for sigma in schedule.sigmas]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:10], "...", shown[-1]])

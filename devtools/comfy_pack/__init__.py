@@ -1,7 +1,7 @@
 """Nodes for tests and parity, to be linked into a ComfyUI beside the pack: what goes through a graph, as files.
 
 Covered: saving a LATENT with its mask, or IMAGEs, in full precision; a VAE of ComfyUI's own for a file of toy size,
-whose widths the stock loader takes for granted. Nothing of this project is imported.
+whose widths the stock loader takes for granted; SIGMAS of any content. Nothing of this project is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import comfy.ldm.wan.vae2_2
 import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -69,4 +70,24 @@ class SmallVAELoader:
             module.WanVAE = stock
 
 
-NODE_CLASS_MAPPINGS = {"SaveTensors": SaveTensors, "SmallVAELoader": SmallVAELoader}
+class GivenSigmas:
+    """SIGMAS from text, however wrong; `dims` leading dims of 1 are put before it."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"values": ("STRING",), "dims": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("SIGMAS",)
+    FUNCTION = "give"
+    CATEGORY = "test"
+
+    def give(self, values: str, dims: int) -> tuple[Tensor]:
+        sigmas = torch.tensor([float(value) for value in values.split(",") if value])
+        return (sigmas.reshape(*(1,) * dims, -1),)
+
+
+NODE_CLASS_MAPPINGS = {
+    "SaveTensors": SaveTensors,
+    "SmallVAELoader": SmallVAELoader,
+    "GivenSigmas": GivenSigmas,
+}

@@ -51,7 +51,7 @@ def prepare_sample(
     """Validate the request and cut its tensors for this rank. No collectives. Raises ConfigError, MeshError."""
     noisy = tensor(request.noisy)
     validate_latent(noisy, channels=model.shape.in_dim)
-    validate_steps(request)
+    validate_steps(request, noisy)
     batch, grid = noisy.shape[0], grid_of(noisy)
     validate_model(groups.degrees, model.shape)
     validate_grid(groups.degrees, grid, batch=batch)
@@ -166,10 +166,16 @@ def validate_latent(latent: Tensor, *, channels: int) -> None:
         )
 
 
-def validate_steps(request: SampleRequest) -> None:
-    """Refuse timesteps that do not go with the sigmas."""
+def validate_steps(request: SampleRequest, noisy: Tensor) -> None:
+    """Refuse timesteps and noise that do not go with the sigmas."""
     if len(request.timesteps) != len(request.sigmas) - 1:
         raise ConfigError(
             f"{len(request.timesteps)} timesteps were given for {len(request.sigmas)} sigmas; "
             "there must be one timestep for each sigma but the last"
+        )
+    renoised = sum(sigma > 0 for sigma in request.sigmas[1:])
+    if request.step_noise is not None and request.step_noise.shape != (renoised, *noisy.shape):
+        raise ConfigError(
+            f"the noise of the steps has shape {list(request.step_noise.shape)}; these sigmas and this latent need "
+            f"{[renoised, *noisy.shape]}"
         )
