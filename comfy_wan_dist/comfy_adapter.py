@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .ipc.errors import ConfigError
 from .mesh.devices import DeviceList
+from .mesh.shape import TI2V_CHANNELS, WanShape
 from .model_file.files import GGUF_SUFFIX
 from .model_list import folder_named, listed_names
 from .schedules import Schedule, flow_timesteps, given_sigmas, wan_official
@@ -254,19 +255,41 @@ class SamplingTensors:
     step_noise: Tensor | None
 
 
-def latent_samples(latent: Latent) -> Tensor:
-    """The samples of a LATENT. Raises ConfigError for what is no plain, finite 5-dim Wan2.2 latent."""
+def latent_format(channels: int) -> Any:
+    """How ComfyUI normalises the latents of the VAE with so many channels."""
+    formats = comfy.latent_formats
+    return formats.Wan22() if channels == TI2V_CHANNELS else formats.Wan21()
+
+
+def latent_for_model(latent: Latent, shape: WanShape) -> Tensor:
+    """The samples of a LATENT, float32. Raises ConfigError for what a model of this shape cannot denoise."""
+    nodes = (
+        "Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        if shape.out_dim == TI2V_CHANNELS
+        else "EmptyHunyuanLatentVideo or WanImageToVideo"
+    )
+    needs = (
+        f"this model needs [batch, {shape.out_dim}, frames, height/{shape.vae_stride}, width/{shape.vae_stride}]: "
+        f"use {nodes}"
+    )
+    return _plain_samples(latent, channels=shape.out_dim, needs=needs)
+
+
+def latent_for_vae(latent: Latent) -> Tensor:
+    """The samples of a LATENT, float32. Raises ConfigError for what the Wan2.2 VAE cannot decode."""
+    needs = (
+        f"the Wan2.2 VAE needs [batch, {TI2V_CHANNELS}, frames, height/16, width/16]: decode latents of 16 channels, "
+        "as from Wan2.1 and A14B models, with ComfyUI's own VAELoader and VAEDecode"
+    )
+    return _plain_samples(latent, channels=TI2V_CHANNELS, needs=needs)
+
+
+def _plain_samples(latent: Latent, *, channels: int, needs: str) -> Tensor:
     samples = latent.get("samples")
     if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
-        raise ConfigError(
-            "the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
-        )
-    channels = comfy.latent_formats.Wan22.latent_channels
+        raise ConfigError(f"the LATENT holds no plain tensor; {needs}")
     if samples.dim() != 5 or samples.shape[1] != channels or samples.numel() == 0:
-        raise ConfigError(
-            f"the latent has shape {list(samples.shape)}; Wan2.2 TI2V needs [batch, {channels}, frames, height/16, "
-            "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
-        )
+        raise ConfigError(f"the latent has shape {list(samples.shape)}; {needs}")
     if not bool(torch.isfinite(samples).all()):
         raise ConfigError(
             "the latent holds NaN or infinite values; whatever made it went wrong: sample it again with the dtype "
@@ -276,10 +299,10 @@ def latent_samples(latent: Latent) -> Tensor:
 
 
 def prepare_sampling(
-    latent: Latent, *, seed: int, sampler: str, schedule: Schedule
+    latent: Latent, shape: WanShape, *, seed: int, sampler: str, schedule: Schedule
 ) -> SamplingTensors:
-    """Noise, normalise and mask a LATENT as a stock KSampler does for this seed and these sigmas."""
-    samples = latent_samples(latent)
+    """Noise, normalise and mask a LATENT as a stock KSampler does for this model, seed and sigmas."""
+    samples = latent_for_model(latent, shape)
     batch_index = latent.get("batch_index")
     if batch_index is not None and len(batch_index) != samples.shape[0]:
         raise ConfigError(
@@ -291,13 +314,18 @@ def prepare_sampling(
     noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
-        comfy.latent_formats.Wan22().process_in(samples)
+        latent_format(shape.out_dim).process_in(samples)
         if torch.count_nonzero(samples)
         else samples
     )
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
+        if not shape.has_frame_times:
+            raise ConfigError(
+                "the latent has a noise_mask, which Wan Dist applies with TI2V models only; leave it out, and give "
+                "images to an I2V model by WanImageToVideo"
+            )
         mask = full_mask(mask, noise.shape)
         frame_mask = mask.mean(dim=(1, 3, 4))
         if bool((mask == mask[:, :1]).all()):
@@ -341,7 +369,7 @@ def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
 def finish_sampling(latent: Latent, result: Tensor) -> dict[str, Any]:
     """The LATENT that a stock KSampler would return for the sampled, normalised `result`."""
     out = dict(latent)
-    out["samples"] = comfy.latent_formats.Wan22().process_out(result)
+    out["samples"] = latent_format(result.shape[1]).process_out(result)
     return out
 
 
@@ -414,5 +442,5 @@ def image_of(picture: PILImage) -> Tensor:
 
 def mean_latent(like: Tensor) -> Tensor:
     """Raw latent whose normalised value is 0 everywhere."""
-    out: Tensor = comfy.latent_formats.Wan22().process_out(torch.zeros_like(like))
+    out: Tensor = latent_format(like.shape[1]).process_out(torch.zeros_like(like))
     return out

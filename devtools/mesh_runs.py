@@ -117,7 +117,7 @@ class Case:
     def inputs(self, shape: WanShape, *, is_guided: bool = True) -> Inputs:
         """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns."""
         generator = torch.Generator().manual_seed(17)
-        size = (self.batch, shape.in_dim, self.frames, self.height, self.width)
+        size = (self.batch, shape.out_dim, self.frames, self.height, self.width)
         noisy, clean = (torch.randn(size, generator=generator) for _ in range(2))
         text = (1, TEXT_TOKENS, shape.text_dim)
         cond, uncond = (torch.randn(text, generator=generator) for _ in range(2))

@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,13 @@ def refuse(server: ComfyServer, seed: int) -> Callable[..., str]:
 
 def write_bad_models(base: Path) -> None:
     models, vaes = base / MODELS, base / VAES
-    wide = {"dim": 5120, "ffn_dim": 13824, "num_layers": 2, "out_dim": 16}
+    wide = WanShape(dim=5120, ffn_dim=13824, num_layers=2, in_dim=36, out_dim=16)
     write_hollow_file(
-        models / "wan_14B_t2v.safetensors", expected_parameters(WanShape(in_dim=16, **wide))
+        models / "wan_fun_control.safetensors", expected_parameters(replace(wide, in_dim=52))
     )
     write_hollow_file(
-        models / "wan_14B_i2v.safetensors", expected_parameters(WanShape(in_dim=36, **wide))
+        models / "wan2.1_i2v.safetensors",
+        {**expected_parameters(wide), "img_emb.proj.0.bias": (1280,)},
     )
     write_hollow_file(
         models / "int8.safetensors",
@@ -169,6 +171,7 @@ def write_bad_inputs(folder: Path) -> None:
         version = torch.tensor([])
         save_file({"latent_tensor": samples, "latent_format_version_0": version}, folder / name)
 
+    write_latent("wan21.latent", torch.ones(1, 16, 3, 8, 12))
     write_latent("odd.latent", torch.ones(1, 48, 3, 5, 6))
     write_latent("few.latent", torch.ones(1, 48, 1, 0, 6))
     write_latent("nan.latent", torch.full((1, 48, 3, 4, 6), torch.nan))
@@ -213,8 +216,8 @@ def test_mesh_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("wan_14B_t2v.safetensors", ["14B text-to-video", "16 input", "TI2V-5B"]),
-        ("wan_14B_i2v.safetensors", ["14B image-to-video", "36 input", "TI2V-5B"]),
+        ("wan_fun_control.safetensors", ["Wan2.2 Fun-Control", "52 input", "TI2V-5B"]),
+        ("wan2.1_i2v.safetensors", ["a Wan2.1 image-to-video", "TI2V-5B"]),
         ("int8.safetensors", ["int8", "16- or 32-bit"]),
         ("vae_as_model.safetensors", ["looks like a VAE", "TI2V-5B"]),
         ("truncated.safetensors", ["truncated", "download it again"]),
@@ -446,7 +449,11 @@ def test_latent_that_cannot_be_sampled_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nan.latent", ["the latent holds NaN"]), ("few.latent", ["[1, 48, 1, 0, 6]"])],
+    [
+        ("nan.latent", ["the latent holds NaN"]),
+        ("few.latent", ["[1, 48, 1, 0, 6]"]),
+        ("wan21.latent", ["[1, 16, 3, 8, 12]", "ComfyUI's own VAELoader and VAEDecode"]),
+    ],
 )
 def test_latent_that_cannot_be_decoded_is_refused(
     refuse: Callable[..., str], seed: int, name: str, words: list[str]

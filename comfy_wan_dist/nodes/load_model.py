@@ -22,7 +22,8 @@ class LoadModel(io.ComfyNode):
             node_id="WanDistLoadModel",
             display_name="Wan Dist Load Model",
             category=CATEGORY,
-            description="Choose a Wan2.2 TI2V-5B file and how to spread it over several GPUs. The model is loaded by a "
+            description="Choose a Wan file (TI2V-5B, T2V-A14B, I2V-A14B, Wan2.1 T2V) and how to spread it over several "
+            "GPUs. The model is loaded by a "
             "background worker group when a sampler first needs it, and stays there.",
             inputs=[
                 io.Combo.Input(

@@ -25,7 +25,7 @@ class Sampler(io.ComfyNode):
             node_id="WanDistSampler",
             display_name="Wan Dist Sampler",
             category=CATEGORY,
-            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. A batch is shared out over the "
+            description="Denoise a Wan latent on all GPUs of the model's mesh. A batch is shared out over the "
             "planes of a dp mesh. Same seed, sampler, scheduler and shift give the same video as ComfyUI's KSampler "
             "behind ModelSamplingSD3.",
             inputs=[
@@ -39,7 +39,8 @@ class Sampler(io.ComfyNode):
                 ),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent.",
+                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent for TI2V models; from "
+                    "EmptyHunyuanLatentVideo or WanImageToVideo for A14B and Wan2.1.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -154,7 +155,7 @@ class Sampler(io.ComfyNode):
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
         tensors = comfy_adapter.prepare_sampling(
-            latent_image, seed=seed, sampler=sampler_name, schedule=schedule
+            latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
         )
         planes = session.planes_for(resolved)
         sampling = Sampling(

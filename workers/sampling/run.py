@@ -10,7 +10,7 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
-from comfy_wan_dist.mesh.shape import LatentGrid
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid, validate_model
 from workers.model.rope import rope_table
@@ -50,7 +50,11 @@ def prepare_sample(
 ) -> SampleRun:
     """Validate the request and cut its tensors for this rank. No collectives. Raises ConfigError, MeshError."""
     noisy = tensor(request.noisy)
-    validate_latent(noisy, channels=model.shape.in_dim)
+    validate_latent(noisy, model.shape)
+    if request.frame_mask is not None and not model.shape.has_frame_times:
+        raise ConfigError(
+            "frames are given, but this model has one timestep for all of them; leave out the mask"
+        )
     validate_steps(request, noisy)
     batch, grid = noisy.shape[0], grid_of(noisy)
     validate_model(groups.degrees, model.shape)
@@ -152,17 +156,18 @@ def gather_tokens(x_BLP: Tensor, shards: TokenShards, groups: MeshGroups) -> Ten
     return groups.cp.gather_rows(rows, shards.cp.sizes).transpose(0, 1)
 
 
-def validate_latent(latent: Tensor, *, channels: int) -> None:
-    """Refuse a latent that this model cannot denoise."""
-    if latent.dim() != 5 or latent.shape[1] != channels:
+def validate_latent(latent: Tensor, shape: WanShape) -> None:
+    """Refuse a latent that a model of this shape cannot denoise."""
+    stride = shape.vae_stride
+    if latent.dim() != 5 or latent.shape[1] != shape.out_dim:
         raise ConfigError(
-            f"the latent has shape {list(latent.shape)}; this model needs [batch, {channels}, frames, height/16, "
-            "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+            f"the latent has shape {list(latent.shape)}; this model needs [batch, {shape.out_dim}, frames, "
+            f"height/{stride}, width/{stride}]: use a latent node made for it"
         )
     if latent.shape[3] % 2 or latent.shape[4] % 2 or 0 in latent.shape:
         raise ConfigError(
             f"the latent is {latent.shape[4]} wide and {latent.shape[3]} high; both must be even and above 0: "
-            "choose a video width and height that are multiples of 32"
+            f"choose a video width and height that are multiples of {2 * stride}"
         )
 
 
