@@ -36,6 +36,7 @@ Conditioning = Sequence[Sequence[Any]]
 
 OFFICIAL_SCHEDULER = "wan_official"
 SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
+IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 FILE_FOLDER_LABELS = ("input", "output")
 COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 """What diffusers calls the models in ComfyUI's folders."""
@@ -373,8 +374,13 @@ def finish_sampling(latent: Latent, result: Tensor) -> dict[str, Any]:
     return out
 
 
-def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -> Tensor:
-    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for."""
+def prompt_embedding(
+    conditioning: Conditioning, *, label: str, text_dim: int, takes_image: bool = False
+) -> Tensor:
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for.
+
+    takes_image: an image conditioning may come along (prompts.py).
+    """
     if len(conditioning) != 1:
         raise ConfigError(
             f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one: connect a single "
@@ -387,12 +393,14 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
         for key, value in options.items()
         if value is not None
         and key != "pooled_output"
+        and not (takes_image and key in IMAGE_KEYS)
         and not (isinstance(value, (int, float)) and value == defaults.get(key))
     )
     if extra:
         raise ConfigError(
             f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "
-            "connect the output of CLIPTextEncode directly"
+            + ("use an I2V model" if set(extra) <= set(IMAGE_KEYS) else "leave it out")
+            + ", or connect the output of CLIPTextEncode directly"
         )
     if (
         not isinstance(embedding, Tensor)
@@ -410,6 +418,14 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
             f"the {label} conditioning holds NaN or infinite values; encode the prompt again"
         )
     return embedding.to("cpu", torch.float32)
+
+
+def resize_latent(latent: Tensor, *, height: int, width: int) -> Tensor:
+    """A latent [B, C, T, *, *] in another size, as ComfyUI fits image conditioning to a video; float32 on the CPU."""
+    resized: Tensor = comfy.utils.common_upscale(
+        latent.to("cpu", torch.float32), width, height, "bilinear", "center"
+    )
+    return resized
 
 
 # ---- images ----------------------------------------------------------------------------------------------------

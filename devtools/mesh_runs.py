@@ -29,7 +29,7 @@ from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import PlaneGroups
 from workers.pipeline import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
-from workers.sampling.run import gather_tokens, prepare_sample
+from workers.sampling.run import encode_prompts, gather_tokens, prepare_sample
 
 MESHES = (
     "single",
@@ -87,6 +87,8 @@ class Inputs:
     mask: Tensor | None = None
     frame_mask: Tensor | None = None
     step_noise: Tensor | None = None
+    cond_image: Tensor | None = None
+    uncond_image: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +117,28 @@ class Case:
     frame_mask: tuple[tuple[float, ...], ...] | None = None
 
     def inputs(self, shape: WanShape, *, is_guided: bool = True) -> Inputs:
-        """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns."""
+        """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns.
+
+        Where the model takes images, the prompt has one and the negative prompt one for each sample.
+        """
         generator = torch.Generator().manual_seed(17)
         size = (self.batch, shape.out_dim, self.frames, self.height, self.width)
         noisy, clean = (torch.randn(size, generator=generator) for _ in range(2))
         text = (1, TEXT_TOKENS, shape.text_dim)
         cond, uncond = (torch.randn(text, generator=generator) for _ in range(2))
         negative = uncond if is_guided else None
+        if shape.image_dim:
+            one, each = (
+                torch.randn(batch, shape.image_dim, *size[2:], generator=generator)
+                for batch in (1, self.batch)
+            )
+            return Inputs(
+                noisy=noisy,
+                cond=cond,
+                uncond=negative,
+                cond_image=one,
+                uncond_image=each if is_guided else None,
+            )
         if self.frame_mask is None:
             return Inputs(noisy=noisy, cond=cond, uncond=negative)
         mask = torch.zeros(self.batch, 1, *size[2:])
@@ -252,6 +269,8 @@ def build_request(
         mask=optional(inputs.mask),
         frame_mask=optional(inputs.frame_mask),
         step_noise=optional(inputs.step_noise),
+        cond_image=optional(inputs.cond_image),
+        uncond_image=optional(inputs.uncond_image),
         result=required(torch.zeros_like(inputs.noisy)),
     )
     return request, tensors
@@ -331,7 +350,7 @@ def forward_rank(
             rope=run.rope,
             runs=run.runs,
             row_factors=run.row_factors,
-            branches=tuple(model.encode_text(context) for context in run.contexts),
+            branches=encode_prompts(model, run.prompts),
         )
         text_ledger = groups.ledger.lines()
         groups.ledger.clear()

@@ -83,6 +83,8 @@ class SampleRequest:
     noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
     mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
     cond, uncond: [1 or B, S, text_dim] float32; without uncond there is no guidance.
+    cond_image, uncond_image: [1 or B, D, T, h, w] float32, further input channels behind x's, for models that have
+    them: a mask of 4, then a normalised latent.
     step_noise [K, B, C, T, h, w] float32: fresh noise of solvers that re-noise, for each of the K sigmas after the
     first that are above 0.
     result: [B, C, T, h, w] float32, written by rank 0.
@@ -103,6 +105,8 @@ class SampleRequest:
     uncond: TensorRef | None
     step_noise: TensorRef | None
     result: TensorRef
+    cond_image: TensorRef | None = None
+    uncond_image: TensorRef | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

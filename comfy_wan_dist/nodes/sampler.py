@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isclose, isfinite
 from typing import Any
 
@@ -11,6 +12,7 @@ from .. import comfy_adapter, session
 from ..handle import ModelHandle
 from ..ipc.errors import ConfigError
 from ..mesh.report import job_text
+from ..prompts import read_prompt
 from ..sampling_pieces import Sampling, build_pieces
 from ..schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from .load_model import CATEGORY, WanDistModel
@@ -147,16 +149,14 @@ class Sampler(io.ComfyNode):
         if not isfinite(cfg):
             raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
         resolved = session.resolve(model)
-        text_dim = resolved.shape.text_dim
-        cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
-        uncond = None
-        if not isclose(cfg, 1.0):
-            uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
         tensors = comfy_adapter.prepare_sampling(
             latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
         )
+        prompt = partial(read_prompt, shape=resolved.shape, latent=tensors.noisy)
+        cond = prompt(positive, label="positive")
+        uncond = None if isclose(cfg, 1.0) else prompt(negative, label="negative")
         planes = session.planes_for(resolved)
         sampling = Sampling(
             tensors=tensors,

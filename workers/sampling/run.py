@@ -18,8 +18,25 @@ from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
 from workers.model.wan import TokenRun, WanModel
 from workers.parallel.groups import MeshGroups
 
-from .denoise import Conditioning, Guidance, KeptTokens, denoise, frame_rows, validate_text
+from .denoise import (
+    Branch,
+    Conditioning,
+    Guidance,
+    KeptTokens,
+    denoise,
+    frame_rows,
+    validate_image,
+    validate_text,
+)
 from .solvers import Solver, build_solver, effective_sigmas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt's embedding [1 or B, S, text_dim], and its image conditioning as a token shard, if the model has one."""
+
+    context: Tensor
+    image: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +52,7 @@ class SampleRun:
     row_factors: Tensor
     runs: tuple[TokenRun, ...]
     rope: Tensor
-    contexts: tuple[Tensor, ...]
+    prompts: tuple[Prompt, ...]
     guidance: Guidance | None
     final_scale: float
 
@@ -69,24 +86,34 @@ def prepare_sample(
     def own_samples(x: Tensor) -> Tensor:
         return x if x.shape[0] == 1 < batch else x[samples.start : samples.stop]
 
-    def shard_tokens(latent: Tensor) -> Tensor:
-        tokens = patchify(own_samples(latent.expand_as(noisy)))
+    def own_tokens(latent: Tensor) -> Tensor:
+        tokens = patchify(own_samples(latent))
         return tokens[:, shards.start : shards.stop].to(device, copy=True)
+
+    def shard_tokens(latent: Tensor) -> Tensor:
+        return own_tokens(latent.expand_as(noisy))
 
     def step_noise(index: int) -> Tensor:
         assert request.step_noise is not None
         return shard_tokens(tensor(request.step_noise)[index])
 
-    contexts = [("positive", tensor(request.cond))]
-    if request.uncond is not None:
-        contexts.append(("negative", tensor(request.uncond)))
-    for label, context in contexts:
+    def prompt(label: str, text: TensorRef, image: TensorRef | None) -> Prompt:
+        context = tensor(text)
         validate_text(context, text_dim=model.shape.text_dim, batch=batch, label=label)
+        latent = None if image is None else tensor(image)
+        validate_image(latent, model.shape, noisy, label=label)
+        return Prompt(
+            context=own_samples(context).to(device, copy=True),
+            image=None if latent is None else own_tokens(latent),
+        )
+
+    prompts = [prompt("positive", request.cond, request.cond_image)]
     guidance = None
     if request.uncond is not None:
+        prompts.append(prompt("negative", request.uncond, request.uncond_image))
         guidance = Guidance(scale=request.guidance, planes=groups.cfg)
         if groups.cfg.size == 2:
-            contexts = [contexts[groups.cfg.rank]]
+            prompts = [prompts[groups.cfg.rank]]
 
     frame_mask = None
     if request.frame_mask is not None:
@@ -111,7 +138,7 @@ def prepare_sample(
         row_factors=row_factors.to(device),
         runs=token_runs(rows, grid, shards.start, shards.stop),
         rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
-        contexts=tuple(own_samples(context).to(device, copy=True) for _, context in contexts),
+        prompts=tuple(prompts),
         guidance=guidance,
         final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
     )
@@ -130,7 +157,7 @@ def run_sample(
         rope=run.rope,
         runs=run.runs,
         row_factors=run.row_factors,
-        branches=tuple(model.encode_text(context) for context in run.contexts),
+        branches=encode_prompts(model, run.prompts),
     )
     x = denoise(
         model,
@@ -146,6 +173,11 @@ def run_sample(
     )
     tokens = groups.dp.gather_rows(gather_tokens(x, run.shards, groups), run.samples.sizes)
     return unpatchify(tokens, run.grid) * run.final_scale
+
+
+def encode_prompts(model: WanModel, prompts: tuple[Prompt, ...]) -> tuple[Branch, ...]:
+    """What `model` makes of each prompt once per job. Collectives: those of the model's tp."""
+    return tuple(Branch(text=model.encode_text(p.context), image=p.image) for p in prompts)
 
 
 def gather_tokens(x_BLP: Tensor, shards: TokenShards, groups: MeshGroups) -> Tensor:
