@@ -19,7 +19,7 @@ from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, content_of, read_model_file
 from .model_file.lora import LoraFile, read_lora
-from .model_file.wan import read_wan_file
+from .model_file.wan import read_wan_file, validate_experts
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_STRENGTH = 100.0
@@ -39,7 +39,7 @@ class ModelHandle:
     """A transformer's file or folder and how to spread it. Most fields are as the loader's widgets say.
 
     devices: on each machine. head_address: of this one, for the others; read only if there are any.
-    loras: in the order in which they are merged.
+    loras: in the order in which they are merged. low_noise_path: of the second expert; empty for a model without.
     """
 
     path: str
@@ -50,6 +50,7 @@ class ModelHandle:
     machines: int = 1
     head_address: str = ""
     loras: tuple[LoraHandle, ...] = ()
+    low_noise_path: str = ""
 
     def with_lora(self, path: str, strength: float) -> ModelHandle:
         """This model with one LoRA more; strength 0 means without it. Raises ConfigError."""
@@ -69,6 +70,7 @@ class ResolvedModel:
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the spec's order.
+    low_noise: the second expert, if there is one.
     """
 
     spec: ModelSpec
@@ -79,6 +81,7 @@ class ResolvedModel:
     device_memory: int | None = None
     machines: Machines | None = None
     loras: tuple[LoraFile, ...] = ()
+    low_noise: ModelSpec | None = None
 
     @property
     def lora_lines(self) -> tuple[str, ...]:
@@ -118,14 +121,25 @@ def resolve_model(
         )
     validate_model(degrees, file.shape)
     lora_files = [read_model_file(lora.path) for lora in handle.loras]
-    return ResolvedModel(
-        spec=ModelSpec(
-            path=file.file.path,
-            file_bytes=file.file.file_bytes,
-            mtime_ns=file.file.mtime_ns,
+
+    def spec(file: ModelFile) -> ModelSpec:
+        return ModelSpec(
+            path=file.path,
+            file_bytes=file.file_bytes,
+            mtime_ns=file.mtime_ns,
             dtype=dtype,
             compile=handle.compile,
-            content="" if machines is None else content_of(file.file),
+            content="" if machines is None else content_of(file),
+        )
+
+    low_noise = None
+    if handle.low_noise_path:
+        low_file = read_wan_file(read_model_file(handle.low_noise_path))
+        validate_experts(file, low_file)
+        low_noise = spec(low_file.file)
+    return ResolvedModel(
+        spec=replace(
+            spec(file.file),
             loras=tuple(
                 LoraSpec(
                     path=each.path,
@@ -138,6 +152,7 @@ def resolve_model(
             ),
         ),
         loras=tuple(read_lora(each, file.shape) for each in lora_files),
+        low_noise=low_noise,
         shape=file.shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .comfy_adapter import SamplingTensors
+from .experts import Experts
 from .group.scheduler import Piece
 from .handle import ResolvedModel
 from .ipc.messages import SampleRequest, TensorRef
@@ -24,14 +25,17 @@ from .session import Session
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What a sampler node was asked for. Without uncond there is no guidance."""
+    """What a sampler node was asked for. Without uncond there is no guidance.
+
+    experts: who predicts, in turn.
+    """
 
     tensors: SamplingTensors
     cond: Prompt
     uncond: Prompt | None
     schedule: Schedule
     solver: str
-    cfg: float
+    experts: Experts
 
     @property
     def is_guided(self) -> bool:
@@ -54,7 +58,7 @@ def build_pieces(
 
     Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
     """
-    tensors, schedule = sampling.tensors, sampling.schedule
+    tensors, schedule, experts = sampling.tensors, sampling.schedule, sampling.experts
     batch, _, frames, height, width = tensors.noisy.shape
     grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
     sizes = piece_sizes(model.degrees, batch=batch)
@@ -80,12 +84,13 @@ def build_pieces(
     def piece(index: int) -> Piece:
         request = SampleRequest(
             id=f"{job.id}-{index}",
-            model=model.spec,
+            model=experts.first,
+            low_noise=experts.low_noise,
             mesh=str(meshes[index]),
             solver=sampling.solver,
             sigmas=schedule.sigmas,
             timesteps=schedule.timesteps,
-            guidance=sampling.cfg,
+            guidance=experts.guidance,
             noisy=noisy[index],
             clean=clean[index],
             mask=mask[index],

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comfy_wan_dist.ipc.messages import LedgerLine, LoraSpec, ModelSpec, SampleRequest, TensorRef
+from comfy_wan_dist.ipc.messages import (
+    LedgerLine,
+    LoraSpec,
+    LowNoise,
+    ModelSpec,
+    SampleRequest,
+    TensorRef,
+)
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import content_of, read_model_file
@@ -240,7 +247,12 @@ def lora_spec(path: Path, strength: float) -> LoraSpec:
 
 
 def build_request(
-    spec: ModelSpec, inputs: Inputs, schedule: Schedule, *, mesh: str
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+    *,
+    mesh: str,
+    low_noise: LowNoise | None = None,
 ) -> tuple[SampleRequest, list[Tensor]]:
     """The request and the tensors that its refs name; the last one is the result."""
     tensors: list[Tensor] = []
@@ -271,6 +283,7 @@ def build_request(
         step_noise=optional(inputs.step_noise),
         cond_image=optional(inputs.cond_image),
         uncond_image=optional(inputs.uncond_image),
+        low_noise=low_noise,
         result=required(torch.zeros_like(inputs.noisy)),
     )
     return request, tensors
@@ -297,11 +310,16 @@ def mesh_degrees(mesh: str) -> MeshDegrees:
 
 
 def sample_rank(
-    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
+    rank: int,
+    mesh: str,
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+    low_noise: LowNoise | None = None,
 ) -> tuple[Tensor, tuple[LedgerLine, ...], int]:
     """One rank's run: result (rank 0's is filled), ledger, bytes read."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh, low_noise=low_noise)
     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
     return tensors[-1], stats.ledger, stats.bytes_read
 

@@ -170,10 +170,13 @@ def test_without_negative_prompt_one_branch_runs(
     inputs = replace(PLAIN.inputs(SHAPE), uncond=None)
     unguided = sample(spec, inputs, replace(EULER, guidance=1.0))
     assert len(forwards) == len(SIGMAS) - 1
-    # Guidance of 1 is the prompt's prediction alone.
+    # Guidance of 1 is the prompt's prediction alone, and the other one is spared.
     guided = sample(spec, PLAIN.inputs(SHAPE), replace(EULER, guidance=1.0))
-    assert len(forwards) == 3 * (len(SIGMAS) - 1)
-    assert relative_error(unguided, guided) <= 1e-6
+    assert len(forwards) == 2 * (len(SIGMAS) - 1)
+    assert torch.equal(unguided, guided)
+    nearly = sample(spec, PLAIN.inputs(SHAPE), replace(EULER, guidance=1.0 + 1e-7))
+    assert len(forwards) == 4 * (len(SIGMAS) - 1)
+    assert relative_error(unguided, nearly) <= 1e-6
 
 
 def test_guidance_moves_from_the_negative_to_the_positive_prompt(spec: ModelSpec) -> None:

@@ -15,14 +15,18 @@ import graphs
 import pytest
 import torch
 from comfy_kit import error_of, latent_of, succeed
+from family_programs import error_without_host_memory, sample_in_turns
 from graphs import MODELS, NEGATIVE, POSITIVE, Graph, node
 from torch import Tensor
 
-from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.ipc.messages import LedgerLine
+from comfy_wan_dist.experts import choose_experts
+from comfy_wan_dist.handle import ModelHandle, ResolvedModel, resolve_model
+from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
+from comfy_wan_dist.ipc.messages import LedgerLine, LowNoise, ModelSpec
 from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.traffic import predict_ledger
+from comfy_wan_dist.schedules import given_sigmas, wan_official
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer
 from devtools.mesh_runs import (
@@ -45,6 +49,8 @@ T2V = WanShape(dim=256, ffn_dim=512, num_layers=2, in_dim=16, out_dim=16)
 I2V = replace(T2V, in_dim=36)
 KINDS = {"t2v": T2V, "i2v": I2V}
 FILES = {kind: f"tiny_{kind}.safetensors" for kind in KINDS}
+# Of the same shape: a second expert, and a copy of the first one.
+LOW_NOISE, COPY = "tiny_t2v_low_noise.safetensors", "tiny_t2v_copy.safetensors"
 # 27 tokens, which 2 ranks do not divide.
 CASE = Case(name="odd", frames=3, height=6, width=6, batch=2)
 MESHES = ("tp2", "ulysses2", "cfg2", "pp2", "cfg2-ring2-tp2-sp")
@@ -64,6 +70,9 @@ def write_models(folder: Path) -> None:
     for seed, (kind, name) in enumerate(FILES.items()):
         if not (folder / name).exists():
             write_transformer(folder / name, KINDS[kind], seed=seed)
+    for seed, name in ((7, LOW_NOISE), (0, COPY)):
+        if not (folder / name).exists():
+            write_transformer(folder / name, T2V, seed=seed)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -127,6 +136,163 @@ def test_image_that_does_not_suit_the_model_is_refused(
     given = None if image is None else torch.zeros(image)
     with pytest.raises(ConfigError, match=words):
         validate_image(given, KINDS[kind], torch.zeros(2, 16, 3, 6, 6), label="positive")
+
+
+# ---- two experts
+
+EXPERT_RUN = Schedule(solver="uni_pc", sigmas=SIGMAS, guidance=5.0)
+
+
+def expert_run(models: Path, low_noise: str = LOW_NOISE) -> tuple[Any, ...]:
+    """Arguments of a run on some mesh: the second expert has the last two of four steps and guidance 3."""
+    low = LowNoise(model=model_spec(models / low_noise), from_step=2, guidance=3.0)
+    return model_spec(models / FILES["t2v"]), CASE.inputs(T2V), EXPERT_RUN, low
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "ulysses2-fsdp"])
+def test_experts_on_a_mesh_match_single_process(
+    rank_pool: RankPool, models: Path, mesh: str
+) -> None:
+    def sampled(mesh: str) -> Tensor:
+        ranks = mesh_degrees(mesh).world_size
+        return rank_pool.run(ranks, sample_rank, mesh, *expert_run(models))[0][0]
+
+    assert relative_error(sampled(mesh), sampled("single")) <= MESH_LIMIT
+
+
+def test_second_expert_goes_on_where_the_first_one_stops(models: Path) -> None:
+    """The solver's state passes over: with equal weights and guidance a run is as with one model."""
+    spec, inputs, schedule, low = expert_run(models, COPY)
+    alone = sample_rank(0, "single", spec, inputs, schedule)[0]
+    equal = replace(low, guidance=schedule.guidance)
+    assert torch.equal(sample_rank(0, "single", spec, inputs, schedule, equal)[0], alone)
+    other = replace(equal, model=model_spec(models / LOW_NOISE))
+    changed = [
+        sample_rank(0, "single", spec, inputs, schedule, each)[0]
+        for each in (low, other, replace(other, from_step=1))
+    ]
+    for index, result in enumerate(changed):
+        for another in (alone, *changed[:index]):
+            assert relative_error(result, another) > 100 * MESH_LIMIT
+
+
+def test_guidance_of_one_is_the_prompt_alone(models: Path) -> None:
+    """For one of the two experts only, as where only one of them is distilled."""
+    spec, inputs, schedule, low = expert_run(models, COPY)
+    unguided = replace(schedule, guidance=1.0, solver="euler", sigmas=SIGMAS[:3])
+    expected = sample_rank(
+        0, "single", spec, replace(inputs, uncond=None, uncond_image=None), unguided
+    )
+    low = replace(low, from_step=1, guidance=1.0)
+    assert torch.equal(sample_rank(0, "single", spec, inputs, unguided, low)[0], expected[0])
+
+
+@pytest.mark.parametrize("mesh", ["single", "tp2", "cfg2", "ulysses2-fsdp", "pp2"])
+def test_experts_take_turns_on_devices_too_small_for_both(
+    rank_pool: RankPool, models: Path, mesh: str
+) -> None:
+    run = expert_run(models)
+    ranks = mesh_degrees(mesh).world_size
+    expected = rank_pool.run(ranks, sample_rank, mesh, *run)[0][0]
+    alone = [
+        rank_pool.run(ranks, sample_rank, mesh, spec, *run[1:3])[0][0]
+        for spec in (run[3].model, run[0])
+    ]
+    answers = rank_pool.run(ranks, sample_in_turns, mesh, *run, (-1, -1, 0, -1))
+    for result, wanted in zip(answers[0][0], [expected] * 4 + alone, strict=True):
+        assert torch.equal(result, wanted)
+    for _, read, held in answers:
+        assert read[0] > 0
+        assert read[1:] == [0, 0, 0, 0, 0]
+        (first, second), again, both, turns, second_alone, first_alone = held
+        assert first == 0 < second
+        assert again == (first, second) == turns
+        assert both == (second, second)
+        # Alone it takes the first slot; the other one is or gets parked.
+        assert second_alone == first_alone == (second, 0)
+
+
+def test_experts_without_room_anywhere_are_refused(rank_pool: RankPool, models: Path) -> None:
+    errors = rank_pool.run(2, error_without_host_memory, "tp2", *expert_run(models))
+    assert len(set(errors)) == 1
+    assert errors[0].startswith("InsufficientMemoryError: the model's two experts do not fit")
+    assert "GiB of host memory" in errors[0]
+
+
+@pytest.mark.parametrize("from_step", [0, 4])
+def test_expert_without_a_step_is_refused(models: Path, from_step: int) -> None:
+    spec, inputs, schedule, low = expert_run(models)
+    with pytest.raises(ConfigError, match=f"step {from_step} of 4"):
+        sample_rank(0, "single", spec, inputs, schedule, replace(low, from_step=from_step))
+
+
+def test_files_that_are_no_experts_of_one_model_are_refused(models: Path) -> None:
+    handle = ModelHandle(
+        path=str(models / FILES["t2v"]),
+        dtype="float32",
+        mesh="single",
+        devices="cpu:1",
+        compile=False,
+    )
+    for low, words in (
+        (FILES["i2v"], "has in_dim 36, .* 16; choose the two experts"),
+        (FILES["t2v"], "named for high and for low noise"),
+    ):
+        with pytest.raises(ModelFileError, match=words):
+            resolve_model(replace(handle, low_noise_path=str(models / low)), visible_cuda=0)
+    good = resolve_model(replace(handle, low_noise_path=str(models / LOW_NOISE)), visible_cuda=0)
+    assert good.low_noise == model_spec_of(good, models / LOW_NOISE)
+
+
+def model_spec_of(model: ResolvedModel, path: Path) -> ModelSpec:
+    return replace(model.spec, path=str(path), mtime_ns=path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shift", "high", "low"), [(T2V, 12.0, 26, 14), (I2V, 5.0, 15, 25)]
+)
+def test_experts_share_the_steps_as_in_the_official_code(
+    models: Path, shape: WanShape, shift: float, high: int, low: int
+) -> None:
+    """40 steps at the official settings of T2V-A14B and I2V-A14B."""
+    model = two_experts(models, shape)
+    experts = choose_experts(model, wan_official(40, shift), cfg=4.0, low_noise_cfg=3.0)
+    assert experts.low_noise == LowNoise(
+        model=model.low_noise or model.spec, from_step=high, guidance=3.0
+    )
+    assert high + low == 40
+    assert (experts.first, experts.guidance) == (model.spec, 4.0)
+
+
+def two_experts(models: Path, shape: WanShape) -> ResolvedModel:
+    handle = ModelHandle(
+        path=str(models / FILES["t2v"]),
+        low_noise_path=str(models / LOW_NOISE),
+        dtype="float32",
+        mesh="single",
+        devices="cpu:1",
+        compile=False,
+    )
+    return replace(resolve_model(handle, visible_cuda=0), shape=shape)
+
+
+def test_expert_without_a_step_is_left_out(models: Path) -> None:
+    model = two_experts(models, T2V)
+    late, early = given_sigmas((0.8, 0.4, 0.0)), given_sigmas((1.0, 0.95, 0.9))
+    only_low = choose_experts(model, late, cfg=4.0, low_noise_cfg=1.0)
+    assert (only_low.first, only_low.low_noise) == (model.low_noise, None)
+    assert not only_low.is_guided
+    only_high = choose_experts(model, early, cfg=4.0, low_noise_cfg=1.0)
+    assert (only_high.first, only_high.low_noise) == (model.spec, None)
+    assert only_high.is_guided
+    # At the boundary itself the first one predicts.
+    at = choose_experts(model, given_sigmas((1.0, 0.5, 0.25, 0.0)), cfg=1.0, boundary=0.5)
+    assert at.low_noise is not None
+    assert at.low_noise.from_step == 2
+    assert not at.is_guided
+    for options in ({"boundary": 0.5}, {"low_noise_cfg": 2.0}):
+        with pytest.raises(ConfigError, match="has one expert"):
+            choose_experts(replace(model, low_noise=None), early, cfg=4.0, **options)
 
 
 # ---- with a real ComfyUI
@@ -246,6 +412,51 @@ def test_image_to_video_equals_stock_ksampler(server: ComfyServer, seed: int) ->
     for index, result in enumerate(results):
         for other in results[:index]:
             assert relative_error(result, other) > 10 * STOCK_LIMIT
+
+
+def test_two_experts_equal_two_stock_samplers(server: ComfyServer, seed: int) -> None:
+    """KSamplerAdvanced twice, the first one's noise left in. euler: other stock solvers begin anew in the second."""
+    steps, shift, split = 6, 5.0, 3  # sigmas 1, 0.96, 0.91, then 0.83, below the boundary of 0.875
+    graph = both_models("t2v")
+    graph["own model"] = own_model("t2v", low_noise_model=LOW_NOISE)
+    graph["low model"] = node("UNETLoader", unet_name=LOW_NOISE, weight_dtype="default")
+    graph["low shifted"] = node("ModelSamplingSD3", model=["low model", 0], shift=shift)
+    graph["empty"] = node("EmptyHunyuanLatentVideo", width=80, height=48, length=9, batch_size=1)
+    settings = {**SETTINGS, "sampler_name": "euler", "steps": steps}
+    graph["own experts"] = node(
+        "WanDistSampler",
+        model=["own model", 0],
+        latent_image=["empty", 0],
+        seed=seed,
+        shift=shift,
+        denoise=1.0,
+        low_noise_cfg=3.0,
+        **settings,
+    )
+    for name, model, latent, first, last, cfg in (
+        ("stock high", "shifted", "empty", 0, split, 5.0),
+        ("stock experts", "low shifted", "stock high", split, 10000, 3.0),
+    ):
+        graph[name] = node(
+            "KSamplerAdvanced",
+            model=[model, 0],
+            latent_image=[latent, 0],
+            noise_seed=seed,
+            add_noise="enable" if first == 0 else "disable",
+            start_at_step=first,
+            end_at_step=last,
+            return_with_leftover_noise="enable" if first == 0 else "disable",
+            **{**settings, "cfg": cfg},
+        )
+    for name in ("stock experts", "own experts"):
+        graph[f"save {name}"] = graphs.save_latent(name)
+    compare(server, graph, "experts")
+    del graph["stock experts"], graph["save stock experts"], graph["save own experts"]
+    graph["text"] = node("PreviewAny", source=["own experts", 1])
+    (report,) = succeed(server, graph).outputs["text"]["text"]
+    assert report.startswith(
+        "steps by the high-noise expert: 3, by the low-noise expert: 3\n\nmesh"
+    )
 
 
 def test_inputs_for_another_model_are_refused(server: ComfyServer, seed: int) -> None:

@@ -36,6 +36,7 @@ RANK = {
     "calibrate": 3,
     "cli": 4,
     "__main__": 5,
+    "experts": 4,
     "comfy_adapter": 4,
     "prompts": 5,
     "session": 5,

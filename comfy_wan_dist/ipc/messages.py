@@ -75,6 +75,15 @@ class VAESpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LowNoise:
+    """The second expert of a model that has two: it predicts from step `from_step` on, above 0, with its guidance."""
+
+    model: ModelSpec
+    from_step: int
+    guidance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
     """Denoise one batch of latents.
 
@@ -88,6 +97,7 @@ class SampleRequest:
     step_noise [K, B, C, T, h, w] float32: fresh noise of solvers that re-noise, for each of the K sigmas after the
     first that are above 0.
     result: [B, C, T, h, w] float32, written by rank 0.
+    low_noise: who takes over from `model` on the way; the solver goes on as if nothing had changed.
     """
 
     id: str
@@ -107,6 +117,7 @@ class SampleRequest:
     result: TensorRef
     cond_image: TensorRef | None = None
     uncond_image: TensorRef | None = None
+    low_noise: LowNoise | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,6 +74,21 @@ def read_wan_file(file: ModelFile) -> WanFile:
     return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
 
 
+def validate_experts(high: WanFile, low: WanFile) -> None:
+    """Refuse two files that are not the experts of one model. Raises ModelFileError."""
+    label = Path(low.file.path).name
+    if high.file.path == low.file.path:
+        raise ModelFileError(
+            f"{label} is named for high and for low noise; choose the other expert's file, or none for a model without"
+        )
+    for name in ("in_dim", "out_dim", "dim", "ffn_dim", "num_layers", "text_dim", "freq_dim"):
+        ours, theirs = getattr(high.shape, name), getattr(low.shape, name)
+        if ours != theirs:
+            raise ModelFileError(
+                f"{label} has {name} {theirs}, {Path(high.file.path).name} {ours}; choose the two experts of one model"
+            )
+
+
 def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model and its full shape, official names."""
     d, f = shape.dim, shape.ffn_dim

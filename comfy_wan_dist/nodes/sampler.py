@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from math import isclose, isfinite
+from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
-from ..handle import ModelHandle
+from ..experts import Experts, choose_experts
+from ..handle import ModelHandle, ResolvedModel
 from ..ipc.errors import ConfigError
 from ..mesh.report import job_text
 from ..prompts import read_prompt
@@ -108,6 +109,27 @@ class Sampler(io.ComfyNode):
                     tooltip="From ManualSigmas, BasicScheduler and the like, falling from 1 to 0. If connected, steps, "
                     "scheduler, shift and denoise are not used.",
                 ),
+                io.Float.Input(
+                    "boundary",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.005,
+                    round=0.001,
+                    optional=True,
+                    tooltip="For a model with a low_noise_model, 0 to 1: the second expert predicts where the noise is "
+                    "below this. 0: the model's own, 0.875 for text-to-video, 0.9 for image-to-video.",
+                ),
+                io.Float.Input(
+                    "low_noise_cfg",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    optional=True,
+                    tooltip="Guidance scale of the low_noise_model, 0 to 100. 0: the same as cfg.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),
@@ -134,11 +156,13 @@ class Sampler(io.ComfyNode):
         denoise: float,
         few_step: str = NO_PRESET,
         sigmas: Any = None,
+        boundary: float = 0.0,
+        low_noise_cfg: float = 0.0,
     ) -> io.NodeOutput:
         note = ""
         if few_step != NO_PRESET:
             schedule, note = _few_step(few_step, has_sigmas=sigmas is not None)
-            sampler_name, cfg = FEW_STEP_SOLVER, 1.0
+            sampler_name, cfg, low_noise_cfg = FEW_STEP_SOLVER, 1.0, 0.0
         elif sigmas is not None:
             schedule = comfy_adapter.sigmas_schedule(sigmas)
             note = f"sigmas {_listed(schedule)}; not used: steps, scheduler, shift, denoise\n\n"
@@ -146,36 +170,52 @@ class Sampler(io.ComfyNode):
             schedule = comfy_adapter.build_schedule(
                 sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
             )
-        if not isfinite(cfg):
-            raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
+        for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
+            if not isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be a number")
         resolved = session.resolve(model)
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
+        experts = choose_experts(
+            resolved,
+            schedule,
+            cfg=cfg,
+            low_noise_cfg=low_noise_cfg or None,
+            boundary=boundary or None,
+        )
         tensors = comfy_adapter.prepare_sampling(
             latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
         )
         prompt = partial(read_prompt, shape=resolved.shape, latent=tensors.noisy)
-        cond = prompt(positive, label="positive")
-        uncond = None if isclose(cfg, 1.0) else prompt(negative, label="negative")
-        planes = session.planes_for(resolved)
         sampling = Sampling(
             tensors=tensors,
-            cond=cond,
-            uncond=uncond,
+            cond=prompt(positive, label="positive"),
+            uncond=prompt(negative, label="negative") if experts.is_guided else None,
             schedule=schedule,
             solver=sampler_name,
-            cfg=cfg,
+            experts=experts,
         )
+        planes = session.planes_for(resolved)
         async with session.open_session(planes) as job:
             work = build_pieces(job, sampling, resolved, planes[0].degrees)
             outcomes = await job.run(work.pieces)
-            jobs = (
+            reports = [f"LoRA {line}" for line in resolved.lora_lines]
+            if resolved.low_noise is not None:
+                reports.append(_steps_of(resolved, experts, len(schedule.timesteps)))
+            reports += [
                 job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
-            )
-            report = note + "\n\n".join([*(f"LoRA {line}" for line in resolved.lora_lines), *jobs])
+            ]
             latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
-            return io.NodeOutput(latent, report)
+            return io.NodeOutput(latent, note + "\n\n".join(reports))
+
+
+def _steps_of(model: ResolvedModel, experts: Experts, steps: int) -> str:
+    """What the report says of a model in two experts."""
+    high = 0 if experts.first == model.low_noise else steps
+    if experts.low_noise is not None:
+        high = experts.low_noise.from_step
+    return f"steps by the high-noise expert: {high}, by the low-noise expert: {steps - high}"
 
 
 def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:

@@ -69,28 +69,38 @@ class Guidance:
     planes: AxisGroup
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """Who predicts in a step. Most models are one for all steps."""
+
+    model: WanModel
+    conditioning: Conditioning
+    guidance: Guidance | None
+
+
 def denoise(
-    model: WanModel,
     x: Tensor,
     *,
-    conditioning: Conditioning,
+    expert_at: Callable[[int], Expert],
     sigmas: tuple[float, ...],
     timesteps: tuple[float, ...],
     solver: Solver,
-    guidance: Guidance | None,
     stages: AxisGroup,
     kept: KeptTokens | None,
     before_step: Callable[[int], None],
 ) -> Tensor:
     """Carry the token shard x [B, L, P] float32 from sigmas[0] to sigmas[-1].
 
-    before_step(index) is called before each step; what it raises ends the run.
+    before_step(index) is called before each step, then expert_at(index); what they raise ends the run.
     Collectives: with a guidance mesh of 2, one all-gather of [B, L, P] float32 on cfg per step, and the model's own.
     """
     for index, timestep in enumerate(timesteps):
         before_step(index)
         model_x = x if kept is None else kept.blend(x)
-        velocity = guided_velocity(model, model_x, timestep, conditioning, guidance, stages)
+        expert = expert_at(index)
+        velocity = guided_velocity(
+            expert.model, model_x, timestep, expert.conditioning, expert.guidance, stages
+        )
         denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
         if kept is not None:
             denoised = kept.blend(denoised)
@@ -108,9 +118,12 @@ def guided_velocity(
 ) -> Tensor:
     """Velocity of the token shard x, [B, L, P] float32; equal on all guidance planes and stages."""
     samples = 1 if stages.size == 1 else x.shape[0]
+    branches = conditioning.branches
+    if guidance is not None and guidance.scale == 1 and guidance.planes.size == 1:
+        branches, guidance = branches[:1], None  # the negative prompt would cancel out
     batches = [
         MicroBatch(tokens=tokens, timesteps=timesteps, text=text)
-        for branch in conditioning.branches
+        for branch in branches
         for tokens, timesteps, text in zip(
             with_image(x, branch.image).chunk(samples),
             (conditioning.row_factors * timestep).chunk(samples),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from workers.parallel.groups import MeshGroups
 from .denoise import (
     Branch,
     Conditioning,
+    Expert,
     Guidance,
     KeptTokens,
     denoise,
@@ -151,22 +152,38 @@ def run_sample(
     *,
     groups: MeshGroups,
     before_step: Callable[[int], None],
+    switch: Callable[[], WanModel],
 ) -> Tensor:
-    """Denoise together with the other ranks; returns the whole latent [B, C, T, h, w] float32 on every rank."""
-    conditioning = Conditioning(
-        rope=run.rope,
-        runs=run.runs,
-        row_factors=run.row_factors,
-        branches=encode_prompts(model, run.prompts),
-    )
+    """Denoise together with the other ranks; returns the whole latent [B, C, T, h, w] float32 on every rank.
+
+    switch() makes the request's low-noise expert ready, when it is its turn; `model` is not needed any more then.
+    """
+
+    def expert(model: WanModel, guidance: float) -> Expert:
+        conditioning = Conditioning(
+            rope=run.rope,
+            runs=run.runs,
+            row_factors=run.row_factors,
+            branches=encode_prompts(model, run.prompts),
+        )
+        scaled = None if run.guidance is None else replace(run.guidance, scale=guidance)
+        return Expert(model=model, conditioning=conditioning, guidance=scaled)
+
+    current = expert(model, request.guidance)
+
+    def expert_at(index: int) -> Expert:
+        nonlocal current
+        low = request.low_noise
+        if low is not None and index == low.from_step:
+            current = expert(switch(), low.guidance)
+        return current
+
     x = denoise(
-        model,
         run.x,
-        conditioning=conditioning,
+        expert_at=expert_at,
         sigmas=request.sigmas,
         timesteps=request.timesteps,
         solver=run.solver,
-        guidance=run.guidance,
         stages=groups.pp,
         kept=run.kept,
         before_step=before_step,
@@ -209,6 +226,12 @@ def validate_steps(request: SampleRequest, noisy: Tensor) -> None:
         raise ConfigError(
             f"{len(request.timesteps)} timesteps were given for {len(request.sigmas)} sigmas; "
             "there must be one timestep for each sigma but the last"
+        )
+    low = request.low_noise
+    if low is not None and not 0 < low.from_step < len(request.timesteps):
+        raise ConfigError(
+            f"the low-noise expert is to begin with step {low.from_step} of {len(request.timesteps)}; "
+            f"it must be from 1 to {len(request.timesteps) - 1}: name one model where one does all steps"
         )
     renoised = sum(sigma > 0 for sigma in request.sigmas[1:])
     if request.step_noise is not None and request.step_noise.shape != (renoised, *noisy.shape):
