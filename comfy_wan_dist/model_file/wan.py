@@ -176,7 +176,7 @@ def _require_parameters(entries: Mapping[str, StoredTensor], shape: WanShape, la
         )
     if extra := sorted(entries.keys() - expected.keys()):
         raise ModelFileError(
-            f"{label} has {len(extra)} tensors that {SUPPORTED} does not have, {listed(extra)}; "
+            f"{label} has {len(extra)} tensors that no supported Wan model has, {listed(extra)}; "
             "it is another kind of model"
         )
     for name, want in expected.items():

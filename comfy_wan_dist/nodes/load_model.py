@@ -89,8 +89,10 @@ class LoadModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: str) -> str | bool:
-        return comfy_adapter.validate_model_name("diffusion_models", model_name)
+    def validate_inputs(cls, model_name: str, low_noise_model: str = NO_EXPERT) -> str | bool:
+        names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
+        answers = (comfy_adapter.validate_model_name("diffusion_models", name) for name in names)
+        return next((answer for answer in answers if answer is not True), True)
 
     @classmethod
     def fingerprint_inputs(
