@@ -21,7 +21,7 @@ def sample_in_turns(
     low_noise: LowNoise,
     margins: tuple[int, ...],
 ) -> tuple[list[Tensor], list[int], list[tuple[int, int]]]:
-    """Jobs with both experts on a device where that leaves `margins` bytes free, then the second alone, the first alone.
+    """Jobs with both experts where that leaves the device `margins` bytes, then the second alone, the first alone.
 
     Results, bytes read, and bytes of the first and of the second expert's weights on the device after each job.
     """
