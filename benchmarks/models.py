@@ -26,7 +26,7 @@ from workers.model.wan import TextKeysValues
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
 from workers.parallel.plan import parameter_slice
-from workers.sampling.denoise import Conditioning, Guidance, guided_velocity
+from workers.sampling.denoise import Branch, Conditioning, Guidance, guided_velocity
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -117,7 +117,10 @@ class OurForward:
 
     def _forward(self, text: tuple[TextKeysValues, ...]) -> Tensor:
         conditioning = Conditioning(
-            rope=self._rope, runs=self._runs, row_factors=torch.ones(1, 1), branches=(text,)
+            rope=self._rope,
+            runs=self._runs,
+            row_factors=torch.ones(1, 1),
+            branches=(Branch(text=text),),
         )
         return guided_velocity(
             self._model, self._tokens, TIMESTEP, conditioning, self._guidance, self._stages

@@ -110,9 +110,10 @@ def run_plan(options: argparse.Namespace) -> int:
     height, width = parse_size(options.size)
     if not 0 <= options.cfg <= 100:
         raise ConfigError(f"cfg is {options.cfg}; it must be from 0 to 100")
+    shape = model_shape(options.model)
     job = PlannedJob(
-        shape=model_shape(options.model),
-        grid=video_grid(height=height, width=width, frames=options.frames),
+        shape=shape,
+        grid=video_grid(shape, height=height, width=width, frames=options.frames),
         steps=options.steps,
         guided=not isclose(options.cfg, 1.0),
         batch=options.batch,

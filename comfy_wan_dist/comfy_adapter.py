@@ -26,15 +26,17 @@ from torch import Tensor
 
 from .ipc.errors import ConfigError
 from .mesh.devices import DeviceList
+from .mesh.shape import TI2V_CHANNELS, WanShape
 from .model_file.files import GGUF_SUFFIX
 from .model_list import folder_named, listed_names
-from .schedules import Schedule, flow_timesteps, wan_official
+from .schedules import Schedule, flow_timesteps, given_sigmas, wan_official
 
 Latent = Mapping[str, Any]
 Conditioning = Sequence[Sequence[Any]]
 
 OFFICIAL_SCHEDULER = "wan_official"
 SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
+IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 FILE_FOLDER_LABELS = ("input", "output")
 COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 """What diffusers calls the models in ComfyUI's folders."""
@@ -228,6 +230,16 @@ def build_schedule(
     )
 
 
+def sigmas_schedule(sigmas: Any) -> Schedule:
+    """The schedule of a SIGMAS, whichever node made it. Raises ConfigError."""
+    if not isinstance(sigmas, Tensor) or sigmas.dim() != 1:
+        got = f"shape {list(sigmas.shape)}" if isinstance(sigmas, Tensor) else type(sigmas).__name__
+        raise ConfigError(
+            f"the SIGMAS are no list of numbers but {got}; use a scheduler node such as BasicScheduler"
+        )
+    return given_sigmas(sigmas.tolist())
+
+
 class _FlowModel:
     """As much of a MODEL as ComfyUI's KSampler asks for its sigmas."""
 
@@ -250,7 +262,7 @@ class _FlowModel:
 class SamplingTensors:
     """A LATENT as a sampling job takes it, float32 on the CPU, normalised latent space.
 
-    noisy, clean [B, C, T, h, w]; mask [B, 1 or C, T, h, w]; frame_mask [B, T]; step_noise [N-1, B, C, T, h, w].
+    noisy, clean [B, C, T, h, w]; mask [B, 1 or C, T, h, w]; frame_mask [B, T]; step_noise [K, B, C, T, h, w].
     """
 
     noisy: Tensor
@@ -260,19 +272,41 @@ class SamplingTensors:
     step_noise: Tensor | None
 
 
-def latent_samples(latent: Latent) -> Tensor:
-    """The samples of a LATENT. Raises ConfigError for what is no plain, finite 5-dim Wan2.2 latent."""
+def latent_format(channels: int) -> Any:
+    """How ComfyUI normalises the latents of the VAE with so many channels."""
+    formats = comfy.latent_formats
+    return formats.Wan22() if channels == TI2V_CHANNELS else formats.Wan21()
+
+
+def latent_for_model(latent: Latent, shape: WanShape) -> Tensor:
+    """The samples of a LATENT, float32. Raises ConfigError for what a model of this shape cannot denoise."""
+    nodes = (
+        "Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
+        if shape.out_dim == TI2V_CHANNELS
+        else "EmptyHunyuanLatentVideo or WanImageToVideo"
+    )
+    needs = (
+        f"this model needs [batch, {shape.out_dim}, frames, height/{shape.vae_stride}, width/{shape.vae_stride}]: "
+        f"use {nodes}"
+    )
+    return _plain_samples(latent, channels=shape.out_dim, needs=needs)
+
+
+def latent_for_vae(latent: Latent) -> Tensor:
+    """The samples of a LATENT, float32. Raises ConfigError for what the Wan2.2 VAE cannot decode."""
+    needs = (
+        f"the Wan2.2 VAE needs [batch, {TI2V_CHANNELS}, frames, height/16, width/16]: decode latents of 16 channels, "
+        "as from Wan2.1 and A14B models, with ComfyUI's own VAELoader and VAEDecode"
+    )
+    return _plain_samples(latent, channels=TI2V_CHANNELS, needs=needs)
+
+
+def _plain_samples(latent: Latent, *, channels: int, needs: str) -> Tensor:
     samples = latent.get("samples")
     if not isinstance(samples, Tensor) or getattr(samples, "is_nested", False):
-        raise ConfigError(
-            "the LATENT holds no plain tensor; use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
-        )
-    channels = comfy.latent_formats.Wan22.latent_channels
+        raise ConfigError(f"the LATENT holds no plain tensor; {needs}")
     if samples.dim() != 5 or samples.shape[1] != channels or samples.numel() == 0:
-        raise ConfigError(
-            f"the latent has shape {list(samples.shape)}; Wan2.2 TI2V needs [batch, {channels}, frames, height/16, "
-            "width/16]: use Wan22ImageToVideoLatent or WanDistImageToVideoLatent"
-        )
+        raise ConfigError(f"the latent has shape {list(samples.shape)}; {needs}")
     if not bool(torch.isfinite(samples).all()):
         raise ConfigError(
             "the latent holds NaN or infinite values; whatever made it went wrong: sample it again with the dtype "
@@ -282,10 +316,10 @@ def latent_samples(latent: Latent) -> Tensor:
 
 
 def prepare_sampling(
-    latent: Latent, *, seed: int, sampler: str, schedule: Schedule
+    latent: Latent, shape: WanShape, *, seed: int, sampler: str, schedule: Schedule
 ) -> SamplingTensors:
-    """Noise, normalise and mask a LATENT as a stock KSampler does for this seed and these sigmas."""
-    samples = latent_samples(latent)
+    """Noise, normalise and mask a LATENT as a stock KSampler does for this model, seed and sigmas."""
+    samples = latent_for_model(latent, shape)
     batch_index = latent.get("batch_index")
     if batch_index is not None and len(batch_index) != samples.shape[0]:
         raise ConfigError(
@@ -297,13 +331,18 @@ def prepare_sampling(
     noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
-        comfy.latent_formats.Wan22().process_in(samples)
+        latent_format(shape.out_dim).process_in(samples)
         if torch.count_nonzero(samples)
         else samples
     )
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
+        if not shape.has_frame_times:
+            raise ConfigError(
+                "the latent has a noise_mask, which Wan Dist applies with TI2V models only; leave it out, and give "
+                "images to an I2V model by WanImageToVideo"
+            )
         mask = full_mask(mask, noise.shape)
         frame_mask = mask.mean(dim=(1, 3, 4))
         if bool((mask == mask[:, :1]).all()):
@@ -334,8 +373,9 @@ def full_mask(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
-    """Fresh noise of each step but the last, from ComfyUI's own rule on ComfyUI's own device."""
-    pairs = list(zip(schedule.sigmas[1:-1], schedule.sigmas[2:], strict=True))
+    """Fresh noise of each step that does not end at 0, from ComfyUI's own rule on ComfyUI's own device."""
+    points = schedule.sigmas
+    pairs = [pair for pair in zip(points[:-1], points[1:], strict=True) if pair[1] > 0]
     if not pairs:
         return None
     like = noise.to(comfy.model_management.get_torch_device())
@@ -346,12 +386,17 @@ def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
 def finish_sampling(latent: Latent, result: Tensor) -> dict[str, Any]:
     """The LATENT that a stock KSampler would return for the sampled, normalised `result`."""
     out = dict(latent)
-    out["samples"] = comfy.latent_formats.Wan22().process_out(result)
+    out["samples"] = latent_format(result.shape[1]).process_out(result)
     return out
 
 
-def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -> Tensor:
-    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for."""
+def prompt_embedding(
+    conditioning: Conditioning, *, label: str, text_dim: int, takes_image: bool = False
+) -> Tensor:
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for.
+
+    takes_image: an image conditioning may come along (prompts.py).
+    """
     if len(conditioning) != 1:
         raise ConfigError(
             f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one: connect a single "
@@ -364,12 +409,14 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
         for key, value in options.items()
         if value is not None
         and key != "pooled_output"
+        and not (takes_image and key in IMAGE_KEYS)
         and not (isinstance(value, (int, float)) and value == defaults.get(key))
     )
     if extra:
         raise ConfigError(
             f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "
-            "connect the output of CLIPTextEncode directly"
+            + ("use an I2V model" if set(extra) <= set(IMAGE_KEYS) else "leave it out")
+            + ", or connect the output of CLIPTextEncode directly"
         )
     if (
         not isinstance(embedding, Tensor)
@@ -387,6 +434,14 @@ def prompt_embedding(conditioning: Conditioning, *, label: str, text_dim: int) -
             f"the {label} conditioning holds NaN or infinite values; encode the prompt again"
         )
     return embedding.to("cpu", torch.float32)
+
+
+def resize_latent(latent: Tensor, *, height: int, width: int) -> Tensor:
+    """A latent [B, C, T, *, *] in another size, as ComfyUI fits image conditioning to a video; float32 on the CPU."""
+    resized: Tensor = comfy.utils.common_upscale(
+        latent.to("cpu", torch.float32), width, height, "bilinear", "center"
+    )
+    return resized
 
 
 # ---- images ----------------------------------------------------------------------------------------------------
@@ -419,5 +474,5 @@ def image_of(picture: PILImage) -> Tensor:
 
 def mean_latent(like: Tensor) -> Tensor:
     """Raw latent whose normalised value is 0 everywhere."""
-    out: Tensor = comfy.latent_formats.Wan22().process_out(torch.zeros_like(like))
+    out: Tensor = latent_format(like.shape[1]).process_out(torch.zeros_like(like))
     return out

@@ -19,7 +19,7 @@ from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, content_of, read_model_file
 from .model_file.lora import LoraFile, changed_shape, read_lora
-from .model_file.wan import read_wan_file
+from .model_file.wan import read_wan_file, validate_experts
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_STRENGTH = 100.0
@@ -39,7 +39,7 @@ class ModelHandle:
     """A transformer's file or folder and how to spread it. Most fields are as the loader's widgets say.
 
     devices: on each machine. head_address: of this one, for the others; read only if there are any.
-    loras: in the order in which they are merged.
+    loras: in the order in which they are merged. low_noise_path: of the second expert; empty for a model without.
     """
 
     path: str
@@ -50,6 +50,7 @@ class ModelHandle:
     machines: int = 1
     head_address: str = ""
     loras: tuple[LoraHandle, ...] = ()
+    low_noise_path: str = ""
 
     def with_lora(self, path: str, strength: float) -> ModelHandle:
         """This model with one LoRA more; strength 0 means without it. Raises ConfigError."""
@@ -69,7 +70,7 @@ class ResolvedModel:
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the spec's order.
-    shape: as it is held, LoRAs merged.
+    low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged.
     """
 
     spec: ModelSpec
@@ -80,6 +81,7 @@ class ResolvedModel:
     device_memory: int | None = None
     machines: Machines | None = None
     loras: tuple[LoraFile, ...] = ()
+    low_noise: ModelSpec | None = None
 
     @property
     def lora_lines(self) -> tuple[str, ...]:
@@ -121,14 +123,25 @@ def resolve_model(
             dtype=dtype,
         )
     validate_model(degrees, shape)
-    return ResolvedModel(
-        spec=ModelSpec(
-            path=file.file.path,
-            file_bytes=file.file.file_bytes,
-            mtime_ns=file.file.mtime_ns,
+
+    def spec(file: ModelFile) -> ModelSpec:
+        return ModelSpec(
+            path=file.path,
+            file_bytes=file.file_bytes,
+            mtime_ns=file.mtime_ns,
             dtype=dtype,
             compile=handle.compile,
-            content="" if machines is None else content_of(file.file),
+            content="" if machines is None else content_of(file),
+        )
+
+    low_noise = None
+    if handle.low_noise_path:
+        low_file = read_wan_file(read_model_file(handle.low_noise_path))
+        validate_experts(file, low_file)
+        low_noise = spec(low_file.file)
+    return ResolvedModel(
+        spec=replace(
+            spec(file.file),
             loras=tuple(
                 LoraSpec(
                     path=each.path,
@@ -141,6 +154,7 @@ def resolve_model(
             ),
         ),
         loras=loras,
+        low_noise=low_noise,
         shape=shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from .comfy_adapter import SamplingTensors
+from .experts import Experts
 from .group.scheduler import Piece
 from .handle import ResolvedModel
 from .ipc.messages import SampleRequest, TensorRef
@@ -16,20 +18,24 @@ from .mesh.degrees import MeshDegrees
 from .mesh.flops import rank_flops
 from .mesh.job import PlannedJob
 from .mesh.shape import LatentGrid
+from .prompts import Prompt
 from .schedules import Schedule
 from .session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What a sampler node was asked for. cond, uncond: [1, S, text_dim]; without uncond there is no guidance."""
+    """What a sampler node was asked for. Without uncond there is no guidance.
+
+    experts: who predicts, in turn.
+    """
 
     tensors: SamplingTensors
-    cond: Tensor
-    uncond: Tensor | None
+    cond: Prompt
+    uncond: Prompt | None
     schedule: Schedule
     solver: str
-    cfg: float
+    experts: Experts
 
     @property
     def is_guided(self) -> bool:
@@ -52,7 +58,7 @@ def build_pieces(
 
     Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
     """
-    tensors, schedule = sampling.tensors, sampling.schedule
+    tensors, schedule, experts = sampling.tensors, sampling.schedule, sampling.experts
     batch, _, frames, height, width = tensors.noisy.shape
     grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
     sizes = piece_sizes(model.degrees, batch=batch)
@@ -62,7 +68,13 @@ def build_pieces(
     mask = job.send_split_optional(tensors.mask, sizes)
     frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
     step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
-    cond, uncond = job.send(sampling.cond), job.send_optional(sampling.uncond)
+    cond = job.send(sampling.cond.text)
+    cond_images = _send_images(job, sampling.cond.image, sizes)
+    uncond: TensorRef | None = None
+    uncond_images: tuple[TensorRef | None, ...] = (None,) * len(sizes)
+    if sampling.uncond is not None:
+        uncond = job.send(sampling.uncond.text)
+        uncond_images = _send_images(job, sampling.uncond.image, sizes)
     jobs = [planned_job(sampling, model, grid, batch=size) for size in sizes]
     meshes = tuple(
         choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
@@ -72,12 +84,13 @@ def build_pieces(
     def piece(index: int) -> Piece:
         request = SampleRequest(
             id=f"{job.id}-{index}",
-            model=model.spec,
+            model=experts.first,
+            low_noise=experts.low_noise,
             mesh=str(meshes[index]),
             solver=sampling.solver,
             sigmas=schedule.sigmas,
             timesteps=schedule.timesteps,
-            guidance=sampling.cfg,
+            guidance=experts.guidance,
             noisy=noisy[index],
             clean=clean[index],
             mask=mask[index],
@@ -86,6 +99,8 @@ def build_pieces(
             uncond=uncond,
             step_noise=step_noise[index],
             result=results[index],
+            cond_image=cond_images[index],
+            uncond_image=uncond_images[index],
         )
         return Piece(
             request=request,
@@ -97,6 +112,15 @@ def build_pieces(
 
     pieces = tuple(piece(index) for index in range(len(sizes)))
     return SamplingPieces(pieces=pieces, meshes=meshes, result=result)
+
+
+def _send_images(
+    job: Session, images: Tensor | None, sizes: Sequence[int]
+) -> tuple[TensorRef | None, ...]:
+    """One image for each sample, or one for all pieces."""
+    if images is not None and images.shape[0] == 1:
+        return (job.send(images),) * len(sizes)
+    return job.send_split_optional(images, sizes)
 
 
 def planned_job(
@@ -111,5 +135,5 @@ def planned_job(
         guided=sampling.is_guided,
         batch=batch,
         dtype=model.spec.dtype,
-        text_tokens=(cond.shape[1], cond.shape[1] if uncond is None else uncond.shape[1]),
+        text_tokens=(cond.text.shape[1], (uncond or cond).text.shape[1]),
     )

@@ -1,10 +1,11 @@
 """Sigmas and model timesteps of a run, as the sampler nodes put them into a job.
 
-Covered: the official Wan schedule, and the timesteps that go with sigmas from ComfyUI.
+Covered: the official Wan schedule, those of few-step models, and the timesteps that go with sigmas from ComfyUI.
 Not covered: ComfyUI's own schedulers (comfy_adapter.py asks ComfyUI) and solvers (the workers).
 
 Source: Wan2.2, wan/utils/fm_solvers_unipc.py (set_timesteps); ComfyUI 0.3.75, comfy/samplers.py
-(KSampler.set_steps) for the meaning of `denoise`. Formulas only.
+(KSampler.set_steps) for the meaning of `denoise`; FastVideo's DMD stage and the inference code of
+Wan2.2-TI2V-5B-Turbo for theirs. Formulas and numbers only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .ipc.errors import ConfigError
 
 # Timesteps of the training schedule: the model is given t = 1000 * sigma.
 TRAIN_TIMESTEPS = 1000
+MAX_STEPS = 10000
 
 # 1 - 1/1000 after the official code has stored it as float32. The tail decides on which side of an
 # integer some timesteps lie before they are truncated.
@@ -35,6 +37,19 @@ class Schedule:
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
     start: float
+
+
+FEW_STEP = {
+    # The nearest entries of a table at shift 8; the model is told the whole numbers nevertheless.
+    "FastWan, 3 steps": Schedule(
+        sigmas=(1.0, 0.756757, 0.521739, 0.0), timesteps=(1000.0, 757.0, 522.0), start=1.0
+    ),
+    "Turbo, 4 steps": Schedule(
+        sigmas=(1.0, 0.75, 0.5, 0.25, 0.0), timesteps=(1000.0, 750.0, 500.0, 250.0), start=1.0
+    ),
+}
+"""FastWan2.2-TI2V-5B and Wan2.2-TI2V-5B-Turbo as they were trained: with FEW_STEP_SOLVER, without guidance."""
+FEW_STEP_SOLVER = "lcm"
 
 
 def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
@@ -70,6 +85,30 @@ def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
         timesteps=tuple(timesteps[-steps:]),
         start=1.0 if full_steps == steps else sigmas[-steps],
     )
+
+
+def given_sigmas(sigmas: Sequence[float]) -> Schedule:
+    """Return the schedule of explicit sigmas, as ComfyUI's SamplerCustom runs a flow model with them.
+
+    Empty for none at all (no steps: the latent stays as it is). Rounding may lead just above 1. Below 1 the run starts
+    from the given latent, and above 0 it ends with noise left in.
+    Raises ConfigError unless they fall from 1 or less to 0 or more.
+    """
+    points = tuple(min(float(s), 1.0) if s < 1.001 else float(s) for s in sigmas)
+    if not points:
+        return Schedule(sigmas=(), timesteps=(), start=0.0)
+    if not 2 <= len(points) <= MAX_STEPS + 1:
+        raise ConfigError(
+            f"the SIGMAS hold {len(points)} value{'s' * (len(points) > 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
+            "one more than steps"
+        )
+    for index, (sigma, before) in enumerate(zip(points, (math.inf, *points), strict=False)):
+        if not (0 <= sigma <= 1 and sigma < before):  # NaN fails this as well
+            raise ConfigError(
+                f"value {index} of the SIGMAS is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
+                "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use a scheduler node made for flow models"
+            )
+    return Schedule(sigmas=points, timesteps=flow_timesteps(points), start=points[0])
 
 
 def flow_timesteps(sigmas: Sequence[float]) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.flops import rank_flops
 from comfy_wan_dist.mesh.hardware import Calibration
 from comfy_wan_dist.mesh.job import PlannedJob
+from comfy_wan_dist.mesh.shape import PATCH_POSITIONS
 from workers.model.rope import rope_table
 from workers.model.wan import TokenRun, WanModel
 
@@ -121,7 +122,7 @@ def _run(rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, steps: int) -> C
 def _forward(job: PlannedJob) -> Callable[[], object]:
     """A forward of one process, its prompt encoded."""
     model = WanModel(job.shape).eval()
-    tokens = torch.randn(1, job.grid.tokens, job.shape.token_dim)
+    tokens = torch.randn(1, job.grid.tokens, job.shape.in_dim * PATCH_POSITIONS)
     rope = rope_table(job.grid, 0, job.grid.tokens, device=CPU)
     with torch.inference_mode():
         text = model.encode_text(torch.randn(1, job.text_tokens[0], job.shape.text_dim))

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comfy_wan_dist.ipc.messages import LedgerLine, LoraSpec, ModelSpec, SampleRequest, TensorRef
+from comfy_wan_dist.ipc.messages import (
+    LedgerLine,
+    LoraSpec,
+    LowNoise,
+    ModelSpec,
+    SampleRequest,
+    TensorRef,
+)
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import content_of, read_model_file
@@ -30,7 +37,7 @@ from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import PlaneGroups
 from workers.pipeline import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
-from workers.sampling.run import gather_tokens, prepare_sample
+from workers.sampling.run import encode_prompts, gather_tokens, prepare_sample
 
 MESHES = (
     "single",
@@ -88,6 +95,8 @@ class Inputs:
     mask: Tensor | None = None
     frame_mask: Tensor | None = None
     step_noise: Tensor | None = None
+    cond_image: Tensor | None = None
+    uncond_image: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,13 +125,28 @@ class Case:
     frame_mask: tuple[tuple[float, ...], ...] | None = None
 
     def inputs(self, shape: WanShape, *, is_guided: bool = True) -> Inputs:
-        """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns."""
+        """Seeded inputs for a model of `shape`. A factor between 0 and 1 masks that part of the frame's columns.
+
+        Where the model takes images, the prompt has one and the negative prompt one for each sample.
+        """
         generator = torch.Generator().manual_seed(17)
-        size = (self.batch, shape.in_dim, self.frames, self.height, self.width)
+        size = (self.batch, shape.out_dim, self.frames, self.height, self.width)
         noisy, clean = (torch.randn(size, generator=generator) for _ in range(2))
         text = (1, TEXT_TOKENS, shape.text_dim)
         cond, uncond = (torch.randn(text, generator=generator) for _ in range(2))
         negative = uncond if is_guided else None
+        if shape.image_dim:
+            one, each = (
+                torch.randn(batch, shape.image_dim, *size[2:], generator=generator)
+                for batch in (1, self.batch)
+            )
+            return Inputs(
+                noisy=noisy,
+                cond=cond,
+                uncond=negative,
+                cond_image=one,
+                uncond_image=each if is_guided else None,
+            )
         if self.frame_mask is None:
             return Inputs(noisy=noisy, cond=cond, uncond=negative)
         mask = torch.zeros(self.batch, 1, *size[2:])
@@ -224,7 +248,12 @@ def lora_spec(path: Path, strength: float) -> LoraSpec:
 
 
 def build_request(
-    spec: ModelSpec, inputs: Inputs, schedule: Schedule, *, mesh: str
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+    *,
+    mesh: str,
+    low_noise: LowNoise | None = None,
 ) -> tuple[SampleRequest, list[Tensor]]:
     """The request and the tensors that its refs name; the last one is the result."""
     tensors: list[Tensor] = []
@@ -253,6 +282,9 @@ def build_request(
         mask=optional(inputs.mask),
         frame_mask=optional(inputs.frame_mask),
         step_noise=optional(inputs.step_noise),
+        cond_image=optional(inputs.cond_image),
+        uncond_image=optional(inputs.uncond_image),
+        low_noise=low_noise,
         result=required(torch.zeros_like(inputs.noisy)),
     )
     return request, tensors
@@ -279,11 +311,16 @@ def mesh_degrees(mesh: str) -> MeshDegrees:
 
 
 def sample_rank(
-    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
+    rank: int,
+    mesh: str,
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+    low_noise: LowNoise | None = None,
 ) -> tuple[Tensor, tuple[LedgerLine, ...], int]:
     """One rank's run: result (rank 0's is filled), ledger, bytes read."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh, low_noise=low_noise)
     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
     return tensors[-1], stats.ledger, stats.bytes_read
 
@@ -335,7 +372,7 @@ def forward_rank(
             rope=run.rope,
             runs=run.runs,
             row_factors=run.row_factors,
-            branches=tuple(model.encode_text(context) for context in run.contexts),
+            branches=encode_prompts(model, run.prompts),
         )
         text_ledger = groups.ledger.lines()
         groups.ledger.clear()

@@ -44,7 +44,7 @@ def write_hollow_file(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: str = "BF16"
 ) -> None:
     """A whole safetensors file of zeros that take no room on the disk, however large its tensors are."""
-    item_bytes = {"F32": 4, "BF16": 2, "F8_E4M3": 1}[dtype]
+    item_bytes = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I8": 1}[dtype]
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():

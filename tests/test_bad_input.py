@@ -11,6 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,13 @@ def refuse(server: ComfyServer, seed: int) -> Callable[..., str]:
 
 def write_bad_models(base: Path) -> None:
     models, vaes = base / MODELS, base / VAES
-    wide = {"dim": 5120, "ffn_dim": 13824, "num_layers": 2, "out_dim": 16}
+    wide = WanShape(dim=5120, ffn_dim=13824, num_layers=2, in_dim=36, out_dim=16)
     write_hollow_file(
-        models / "wan_14B_t2v.safetensors", expected_parameters(WanShape(in_dim=16, **wide))
+        models / "wan_fun_control.safetensors", expected_parameters(replace(wide, in_dim=52))
     )
     write_hollow_file(
-        models / "wan_14B_i2v.safetensors", expected_parameters(WanShape(in_dim=36, **wide))
+        models / "wan2.1_i2v.safetensors",
+        {**expected_parameters(wide), "img_emb.proj.0.bias": (1280,)},
     )
     write_hollow_file(
         models / "int8.safetensors",
@@ -169,6 +171,7 @@ def write_bad_inputs(folder: Path) -> None:
         version = torch.tensor([])
         save_file({"latent_tensor": samples, "latent_format_version_0": version}, folder / name)
 
+    write_latent("wan21.latent", torch.ones(1, 16, 3, 8, 12))
     write_latent("odd.latent", torch.ones(1, 48, 3, 5, 6))
     write_latent("few.latent", torch.ones(1, 48, 1, 0, 6))
     write_latent("nan.latent", torch.full((1, 48, 3, 4, 6), torch.nan))
@@ -213,8 +216,8 @@ def test_mesh_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("wan_14B_t2v.safetensors", ["14B text-to-video", "16 input", "TI2V-5B"]),
-        ("wan_14B_i2v.safetensors", ["14B image-to-video", "36 input", "TI2V-5B"]),
+        ("wan_fun_control.safetensors", ["Wan2.2 Fun-Control", "52 input", "TI2V-5B"]),
+        ("wan2.1_i2v.safetensors", ["a Wan2.1 image-to-video", "TI2V-5B"]),
         ("int8.safetensors", ["int8", "16- or 32-bit"]),
         ("vae_as_model.safetensors", ["looks like a VAE", "TI2V-5B"]),
         ("truncated.safetensors", ["truncated", "download it again"]),
@@ -446,7 +449,11 @@ def test_latent_that_cannot_be_sampled_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("nan.latent", ["the latent holds NaN"]), ("few.latent", ["[1, 48, 1, 0, 6]"])],
+    [
+        ("nan.latent", ["the latent holds NaN"]),
+        ("few.latent", ["[1, 48, 1, 0, 6]"]),
+        ("wan21.latent", ["[1, 16, 3, 8, 12]", "ComfyUI's own VAELoader and VAEDecode"]),
+    ],
 )
 def test_latent_that_cannot_be_decoded_is_refused(
     refuse: Callable[..., str], seed: int, name: str, words: list[str]
@@ -525,6 +532,34 @@ def test_numbers_that_cannot_be_sampled_with_are_refused(
     graph = sampled_latent(seed=seed, has_image=False, **changes)
     message = refuse(graph, at="sampler", error="ConfigError")
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("values", "dims", "words"),
+    [
+        ("1", 0, ["hold 1 value;", "2 to 10001"]),
+        ("1,nan,0", 0, ["value 1", "nan after 1.0"]),
+        ("0.5,0.75,0", 0, ["value 1", "0.75 after 0.5", "must fall"]),
+        ("14.6,3,0", 0, ["value 0", "14.6", "flow models"]),
+        ("1,0.5,-0.1", 0, ["value 2"]),
+        ("1,0.5,0", 1, ["shape [1, 3]", "BasicScheduler"]),
+    ],
+)
+def test_sigmas_that_cannot_be_sampled_with_are_refused(
+    refuse: Callable[..., str], seed: int, values: str, dims: int, words: list[str]
+) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["sigmas"] = node("GivenSigmas", values=values, dims=dims)
+    graph["sampler"]["inputs"]["sigmas"] = ["sigmas", 0]
+    assert_says(refuse(graph, at="sampler", error="ConfigError"), words)
+
+
+def test_few_step_beside_sigmas_is_refused(refuse: Callable[..., str], seed: int) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["sigmas"] = node("GivenSigmas", values="1,0.5,0", dims=0)
+    graph["sampler"]["inputs"].update(sigmas=["sigmas", 0], few_step="Turbo, 4 steps")
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["'Turbo, 4 steps'", "set few_step to off"])
 
 
 @pytest.mark.parametrize("shift", [1.32, 4.03, 8.72])
@@ -640,6 +675,7 @@ def test_model_outside_the_folders_is_refused(
     [
         ("sampler", "sampler_name", "choose uni_pc"),
         ("sampler", "scheduler", "choose simple"),
+        ("sampler", "few_step", "choose FastWan"),
         ("model", "dtype", "choose auto"),
         ("decode", "vae_dtype", "choose auto"),
     ],

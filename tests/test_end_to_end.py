@@ -60,7 +60,16 @@ FRAMES = "frames.png"
 FRAME_SIZE = (64, 32)  # width, height
 NODES = {
     "WanDistLoadModel": (
-        ["model_name", "dtype", "mesh", "devices", "compile", "machines", "head_address"],
+        [
+            "model_name",
+            "dtype",
+            "mesh",
+            "devices",
+            "compile",
+            "machines",
+            "head_address",
+            "low_noise_model",
+        ],
         ["model"],
     ),
     "WanDistSampler": (
@@ -76,6 +85,10 @@ NODES = {
             "scheduler",
             "shift",
             "denoise",
+            "few_step",
+            "sigmas",
+            "boundary",
+            "low_noise_cfg",
         ],
         ["latent", "report"],
     ),

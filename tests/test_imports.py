@@ -36,7 +36,9 @@ RANK = {
     "calibrate": 3,
     "cli": 4,
     "__main__": 5,
+    "experts": 4,
     "comfy_adapter": 4,
+    "prompts": 5,
     "session": 5,
     "sampling_pieces": 6,
     "nodes": 7,
@@ -57,7 +59,7 @@ COMFYUI = {
 }
 USES_COMFY_API = {"comfy_adapter", "nodes", "extension"}
 # Not importable without a ComfyUI; extension is, as it imports the nodes only when asked for them.
-NEEDS_COMFYUI = {"comfy_adapter", "session", "sampling_pieces", "nodes"}
+NEEDS_COMFYUI = {"comfy_adapter", "prompts", "session", "sampling_pieces", "nodes"}
 PLAIN_MODULES = ("workers.model", "workers.vae")
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 PICKLING_CALLS = {"torch.load", "torch.save"}

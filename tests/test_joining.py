@@ -61,7 +61,15 @@ STEPS = 4
 STEP_S = 0.03
 STEP_LIMIT_S = 5.0
 LATENT = (3, 2, 4, 4)
-TENSOR_OPTIONS = ("clean", "mask", "frame_mask", "uncond", "step_noise")
+TENSOR_OPTIONS = (
+    "clean",
+    "mask",
+    "frame_mask",
+    "uncond",
+    "cond_image",
+    "uncond_image",
+    "step_noise",
+)
 SPOILT = 77.0
 
 
@@ -90,6 +98,8 @@ def make_tensors(
         "frame_mask": noise(batch, latent[1]),
         "cond": noise(text_batch, tokens, 8),
         "uncond": noise(text_batch, tokens, 8),
+        "cond_image": noise(text_batch, 5, *latent[1:]),
+        "uncond_image": noise(text_batch, 5, *latent[1:]),
         "step_noise": noise(STEPS - 1, batch, *latent),
     }
     return {name: tensor for name, tensor in made.items() if name not in leave_out}

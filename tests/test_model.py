@@ -41,6 +41,12 @@ SHAPES = {
     "other widths": WanShape(
         dim=384, ffn_dim=640, num_layers=3, in_dim=48, out_dim=48, text_dim=64, freq_dim=128
     ),
+    "16 channels": WanShape(
+        dim=256, ffn_dim=384, num_layers=2, in_dim=16, out_dim=16, text_dim=64, freq_dim=128
+    ),
+    "16 channels and an image": WanShape(
+        dim=256, ffn_dim=384, num_layers=2, in_dim=36, out_dim=16, text_dim=64, freq_dim=128
+    ),
 }
 
 

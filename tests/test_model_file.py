@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.shape import KNOWN_MODELS, WanShape
 from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
     ITEM_BYTES,
@@ -31,7 +31,7 @@ from comfy_wan_dist.model_file.header import (
     read_model_file,
 )
 from comfy_wan_dist.model_file.names import PREFIXES
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import SUPPORTED, expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -622,12 +622,20 @@ def test_tensors_beside_the_prefix_are_left_alone() -> None:
     assert set(file.entries) == set(wan_shapes())
 
 
-def test_ti2v_5b_is_recognised() -> None:
-    shape = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
-    shapes = wan_shapes(shape)
-    assert len(shapes) == 825
-    assert sum(torch.Size(s).numel() for s in shapes.values()) == 4_999_787_712
-    assert read_wan_file(model_file(shapes)).shape == shape
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [
+        ("ti2v-5b", 825, 4_999_787_712),
+        ("t2v-14b", 1095, 14_288_491_584),
+        ("i2v-14b", 1095, 14_288_901_184),
+        ("t2v-1.3b", 825, 1_418_996_800),
+    ],
+)
+def test_models_of_the_family_are_recognised(model: str, tensors: int, parameters: int) -> None:
+    shapes = wan_shapes(KNOWN_MODELS[model])
+    assert len(shapes) == tensors
+    assert sum(torch.Size(s).numel() for s in shapes.values()) == parameters
+    assert read_wan_file(model_file(shapes)).shape == KNOWN_MODELS[model]
 
 
 def test_missing_tensors_are_named() -> None:
@@ -657,14 +665,14 @@ def test_missing_tensor_that_tells_the_shape_is_named(name: str) -> None:
 )
 def test_extra_tensor_is_refused_by_name(name: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: (1,)})))
-    assert f"has 1 tensors that Wan2.2 TI2V does not have, '{name}'; it is another kind" in message
+    assert f"has 1 tensors that no supported Wan model has, '{name}'; it is another kind" in message
 
 
 def test_extra_tensors_are_listed() -> None:
     extra = {f"blocks.0.extra{i}": (1,) for i in range(5)}
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | extra)))
     listed = "'blocks.0.extra0', 'blocks.0.extra1', 'blocks.0.extra2' and 2 more"
-    assert f"has 5 tensors that Wan2.2 TI2V does not have, {listed}; it is" in message
+    assert f"has 5 tensors that no supported Wan model has, {listed}; it is" in message
     long = {"blocks.0." + "x\n" * 1000: (1,)}
     assert "1 tensors" in refusal(lambda: read_wan_file(model_file(wan_shapes() | long)))
 
@@ -702,10 +710,11 @@ def test_weights_of_another_type_are_refused(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("dim", "in_dim", "out_dim", "name"),
     [
-        (5120, 16, 16, "a Wan 14B text-to-video model with 16 input and 16 output channels"),
-        (5120, 36, 16, "a Wan 14B image-to-video model with 36 input and 16 output channels"),
-        (1536, 16, 16, "a Wan 1.3B text-to-video model"),
-        (3072, 100, 48, "a Wan variant of width 3072 with 100 input and 48 output channels"),
+        (5120, 48, 16, "a Wan2.1 Fun-Control model with 48 input and 16 output channels"),
+        (5120, 52, 16, "a Wan2.2 Fun-Control model"),
+        (3072, 100, 48, "a Wan2.2 Fun-InP 5B model with 100 input and 48 output channels"),
+        (3072, 96, 48, "a Lucy-Edit model"),
+        (5120, 16, 48, "a Wan variant of width 5120 with 16 input and 48 output channels"),
     ],
 )
 def test_wan_models_of_another_kind_are_refused_by_name(
@@ -714,7 +723,7 @@ def test_wan_models_of_another_kind_are_refused_by_name(
     shape = WanShape(dim=dim, ffn_dim=64, num_layers=1, in_dim=in_dim, out_dim=out_dim)
     message = refusal(lambda: read_wan_file(model_file(wan_shapes(shape))))
     assert f"some.safetensors is {name}" in message
-    assert "this version runs Wan2.2 TI2V-5B (48 and 48), so choose that file" in message
+    assert f"choose a {SUPPORTED} file" in message
 
 
 @pytest.mark.parametrize(
@@ -728,8 +737,7 @@ def test_wan_models_of_another_kind_are_refused_by_name(
 def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {tensor: (1,)})))
     assert (
-        message
-        == f"some.safetensors is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file"
+        message == f"some.safetensors is {kind}, which is not supported; choose a {SUPPORTED} file"
     )
 
 
@@ -755,8 +763,7 @@ def test_other_models_are_refused_by_what_they_look_like(
 ) -> None:
     message = refusal(lambda: read_wan_file(model_file(shapes)))
     assert (
-        message
-        == f"some.safetensors is not a Wan transformer: {guess}; choose a Wan2.2 TI2V-5B file"
+        message == f"some.safetensors is not a Wan transformer: {guess}; choose a {SUPPORTED} file"
     )
 
 

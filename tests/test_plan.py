@@ -36,7 +36,7 @@ from devtools.mesh_runs import Case, Schedule, mesh_degrees, model_spec
 from devtools.rank_pool import RankPool
 
 GB = 10**9
-GRID = video_grid(height=704, width=1280, frames=121)
+GRID = video_grid(TI2V_5B, height=704, width=1280, frames=121)
 
 
 def job(
@@ -427,4 +427,4 @@ def test_job_text_adds_up_the_ranks() -> None:
 )
 def test_video_sizes_refused(height: int, width: int, frames: int) -> None:
     with pytest.raises(ConfigError, match="multiples of 32"):
-        video_grid(height=height, width=width, frames=frames)
+        video_grid(TI2V_5B, height=height, width=width, frames=frames)

@@ -119,7 +119,7 @@ def test_one_plane_serves_every_job_on_its_own_mesh_and_reads_once(
     ranks = rank_pool.run(4, run_jobs, str(plane), spec, jobs)
     for rank in ranks:
         first, *others = rank
-        assert first.bytes_read < spec.file_bytes / 3  # of replicas each has a share
+        assert first.bytes_read < spec.file_bytes / 2  # replicas take turns
         assert first.rchar >= first.bytes_read
         for other in others:
             assert other.bytes_read == 0

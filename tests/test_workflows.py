@@ -34,6 +34,7 @@ WIDGETS = {
         "compile",
         "machines",
         "head_address",
+        "low_noise_model",
     ],
     "WanDistSampler": [
         "seed",
@@ -44,6 +45,9 @@ WIDGETS = {
         "scheduler",
         "shift",
         "denoise",
+        "few_step",
+        "boundary",
+        "low_noise_cfg",
     ],
     "WanDistVAEDecode": ["vae_name", "vae_dtype", "image_dtype", "memory"],
     "WanDistImageToVideoLatent": [

@@ -27,7 +27,6 @@ from workers.parallel import vae_share
 from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae_temporal import RelayedHistory
-from workers.parked import weight_bytes
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -283,6 +282,5 @@ def sample_decode_sample(
             job = LocalJob(tensors, agreement)
             costs.append(runner.run(request, job))  # type: ignore[arg-type]
             results.append(tensors[-1].clone())
-            assert runner._model is not None
-            held.append(weight_bytes(runner._model.loaded.model))
+            held.append(runner._model.device_bytes())
     return results, costs, held

@@ -13,7 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -34,6 +34,7 @@ from comfy_wan_dist.ipc.messages import (
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
+from comfy_wan_dist.mesh.memory import weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.vae_memory import (
     Direction,
@@ -44,7 +45,7 @@ from comfy_wan_dist.mesh.vae_memory import (
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.lora import changed_shape
-from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
+from comfy_wan_dist.model_file.wan import WanFile, read_wan_file, validate_experts
 
 from .checkpoint.files import ModelFiles, Spec
 from .checkpoint.load import build_model, load_weights
@@ -52,15 +53,15 @@ from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_ch
 from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
 from .checkpoint.sharing import Milestone, build_read_groups
 from .checkpoint.vae import build_vae, load_vae_weights
-from .loaded import LoadedModel, finish_model
+from .experts import margin_for_both, validate_host_memory
+from .loaded import HeldModel, LoadedModel, ModelSlot, finish_model
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
 from .parallel.vae_share import apply_vae_split
-from .parked import ParkedWeights, weight_bytes
 from .peak_memory import peak_memory, reset_peak_memory
-from .sampling.run import prepare_sample, run_sample
+from .sampling.run import prepare_sample, run_sample, validate_latent
 from .vae.run import (
     VAEShare,
     decode_chunks_into,
@@ -91,19 +92,6 @@ def build_runner(
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldModel:
-    """changes: what LoRAs have made of the file's weights."""
-
-    spec: ModelSpec
-    loaded: LoadedModel
-    changes: Changes
-
-    def differs_in_loras(self, spec: ModelSpec, shape: WanShape) -> bool:
-        """Whether this is the model of `spec`, held as `shape` says, but for LoRAs."""
-        return replace(self.spec, loras=spec.loras) == spec and self.loaded.model.shape == shape
-
-
-@dataclass(frozen=True, kw_only=True)
 class HeldVAE:
     spec: VAESpec
     vae: WanVAE
@@ -121,8 +109,8 @@ class PlaneRunner:
         self._files = files
         self._rank = plane.rank
         self._device = device
-        self._model: HeldModel | None = None
-        self._parked: ParkedWeights | None = None
+        self._model = ModelSlot()
+        self._low_noise = ModelSlot()
         self._vae: HeldVAE | None = None
         self._bytes_read = 0
         self._note = ""
@@ -149,12 +137,14 @@ class PlaneRunner:
         )
 
     def unload(self) -> None:
-        self._model = self._parked = self._vae = None
+        self._model.clear()
+        self._low_noise.clear()
+        self._vae = None
         self._release_memory()
 
     def _sample(self, request: SampleRequest, job: Job) -> None:
         groups = self._groups_for(request, job)
-        loaded = self._have_model(request.model, groups, job)
+        loaded, take_turns = self._have_models(request, groups, job)
         model = loaded.model
         run = together(
             job,
@@ -163,6 +153,16 @@ class PlaneRunner:
             ),
         )
         loaded.fit_to(run.shards, groups)
+
+        def switch() -> WanModel:
+            low = self._low_noise
+            if take_turns:
+                together(job, self._model.park)
+                together(job, low.bring_back)
+            assert low.held is not None, "it was loaded before the first step"
+            low.held.loaded.fit_to(run.shards, groups)
+            return low.held.loaded.model
+
         steps = len(request.timesteps)
 
         def before_step(index: int) -> None:
@@ -170,7 +170,9 @@ class PlaneRunner:
                 job.report("sample", index, steps)
             stop_if_asked(job)
 
-        latent = run_sample(run, request, model, groups=groups, before_step=before_step)
+        latent = run_sample(
+            run, request, model, groups=groups, before_step=before_step, switch=switch
+        )
 
         def write_result() -> None:
             if not bool(torch.isfinite(latent).all()):
@@ -251,29 +253,26 @@ class PlaneRunner:
 
     def _park_model(self, job: Job) -> bool:
         """Move the transformer's weights to host memory; False where that gains nothing. Collectives: votes."""
-        if self._model is None or self._parked is not None or not has_own_memory(self._device):
+        slots = (self._model, self._low_noise)
+        weights = sum(slot.device_bytes() for slot in slots)
+        if not has_own_memory(self._device) or job.agree_least(-weights) == 0:
             return False
-        model = self._model.loaded.model
 
         def spare_host_memory() -> int:
             host = torch.device("cpu")
-            return int(CAUTION * free_memory(host)) // self._local_ranks - weight_bytes(model)
+            return int(CAUTION * free_memory(host)) // self._local_ranks - weights
 
         if job.agree_least(together(job, spare_host_memory)) < 0:
             return False
 
         def park() -> None:
-            self._parked = ParkedWeights(model)
+            for slot in slots:
+                slot.park()
 
         together(job, park)
         if self._rank == 0:
             logger.info("the transformer's weights moved to host memory, to make room for the VAE")
         return True
-
-    def _bring_back(self) -> None:
-        if self._parked is not None:
-            self._parked.bring_back()
-            self._parked = None
 
     def _share_vae(self, vae: WanVAE, split: VAESplit) -> VAEShare:
         """This rank's share of a video. Collectives: the making of new groups.
@@ -313,14 +312,93 @@ class PlaneRunner:
         groups = self._plane.for_mesh(together(job, check))
         return outside_graphs(groups) if request.model.compile else groups
 
-    def _have_model(self, spec: ModelSpec, groups: MeshGroups, job: Job) -> LoadedModel:
-        """The transformer `spec` names, loaded if it is not the one at hand.
+    def _have_models(
+        self, request: SampleRequest, groups: MeshGroups, job: Job
+    ) -> tuple[LoadedModel, bool]:
+        """The job's transformer, and whether it and the low-noise expert take turns on the device.
+
+        If they do, that one is parked, else it is on the device as well.
+        """
+        high, low = request.model, request.low_noise
+        if not self._model.holds_base(high) and (
+            self._low_noise.holds_base(high)
+            or (low is not None and self._model.holds_base(low.model))
+        ):
+            self._model, self._low_noise = self._low_noise, self._model
+        if low is None:
+            if not self._model.holds_base(high):
+                self._low_noise.clear()
+            together(job, self._make_room)
+            return self._have_model(high, self._model, groups, job), False
+        # What neither slot needs goes before anything is loaded.
+        for slot, spec in ((self._model, high), (self._low_noise, low.model)):
+            if slot.held is not None and not slot.holds_base(spec):
+                slot.clear()
+                self._release_memory()
+        if not self._take_turns(request, low.model, groups, job):
+            loaded = self._have_model(high, self._model, groups, job)
+            self._have_model(low.model, self._low_noise, groups, job)
+            return loaded, False
+        if not self._low_noise.holds(low.model):
+            together(job, self._model.park)
+            self._have_model(low.model, self._low_noise, groups, job)
+        together(job, self._low_noise.park)
+        return self._have_model(high, self._model, groups, job), True
+
+    def _make_room(self) -> None:
+        """Park the low-noise expert where the other one has made room for it."""
+        if self._model.is_parked:
+            self._low_noise.park()
+
+    def _take_turns(
+        self, request: SampleRequest, low: ModelSpec, groups: MeshGroups, job: Job
+    ) -> bool:
+        """Whether the two experts do not fit on the device together. Collectives: votes. Raises ConfigError."""
+
+        def shape() -> WanShape:
+            if self._model.held is not None and self._low_noise.held is not None:
+                shape = self._model.held.loaded.model.shape
+            else:
+                files = [self._recognise(spec, groups.degrees)[0] for spec in (request.model, low)]
+                validate_experts(*files)
+                shape = files[0].shape
+            validate_latent(job.tensor(request.noisy), shape)
+            return shape
+
+        of_both = together(job, shape)
+        if not has_own_memory(self._device):
+            return False
+        there = self._model.device_bytes() + self._low_noise.device_bytes()
+        margin = together(
+            job,
+            lambda: margin_for_both(
+                request, of_both, groups, device=self._device, weights_there=there
+            ),
+        )
+        if job.agree_least(margin) >= 0:
+            return False
+        weights = weight_bytes(
+            of_both, groups.degrees, stage=groups.pp.rank, dtype=request.model.dtype
+        )
+        if self._model.held is None or self._low_noise.held is None:  # else one of them waits there
+            together(
+                job,
+                lambda: validate_host_memory(
+                    weights, local_ranks=self._local_ranks, caution=CAUTION
+                ),
+            )
+        return True
+
+    def _have_model(
+        self, spec: ModelSpec, slot: ModelSlot, groups: MeshGroups, job: Job
+    ) -> LoadedModel:
+        """The transformer `spec` names, loaded if it is not the slot's.
 
         If it differs in its LoRAs only, no more is read than what they change.
         """
-        if self._model is not None and self._model.spec == spec:
-            together(job, self._bring_back)
-            return self._model.loaded
+        if slot.held is not None and slot.held.spec == spec:
+            together(job, slot.bring_back)
+            return slot.held.loaded
         file, changes = together(job, lambda: self._recognise(spec, groups.degrees))
         shape = changed_shape(file.shape, changes)
 
@@ -343,15 +421,15 @@ class PlaneRunner:
                 self._files.read(each)  # still the same
             return bytes_read
 
-        if self._model is not None and self._model.differs_in_loras(spec, shape):
-            together(job, self._bring_back)
-            held, self._model = self._model, None  # half changed it is none
+        if slot.held is not None and slot.differs_in_loras(spec, shape):
+            together(job, slot.bring_back)
+            held, slot.held = slot.held, None  # half changed it is none
             names = changed_parameters(held.changes, changes)
             self._bytes_read += together(job, lambda: merge(held.loaded.model, names))
-            self._model = HeldModel(spec=spec, loaded=held.loaded, changes=changes)
+            slot.held = HeldModel(spec=spec, loaded=held.loaded, changes=changes)
             return held.loaded
         # The old model goes first: two do not fit where one was sized to.
-        self._model = self._parked = None
+        slot.clear()
         self._release_memory()
         tp, fsdp, dtype = groups.tp, groups.fsdp, DTYPES[spec.dtype]
 
@@ -388,7 +466,7 @@ class PlaneRunner:
         if spec.compile:
             together(job, lambda: require_compiler(self._device))
         loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
-        self._model = HeldModel(spec=spec, loaded=loaded, changes=changes)
+        slot.held = HeldModel(spec=spec, loaded=loaded, changes=changes)
         return loaded
 
     def _recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> tuple[WanFile, Changes]:

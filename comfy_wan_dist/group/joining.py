@@ -28,11 +28,13 @@ BATCH_DIMS = {
     "frame_mask": 0,
     "cond": 0,
     "uncond": 0,
+    "cond_image": 0,
+    "uncond_image": 0,
     "step_noise": 1,
     "result": 0,
 }
 """A request's tensors and the dim in which their samples lie; a length of 1 there serves all samples."""
-TEXTS = ("cond", "uncond")
+PROMPTS = ("cond", "uncond", "cond_image", "uncond_image")
 
 
 def batch_of(request: SampleRequest) -> int:
@@ -56,7 +58,7 @@ def join_requests(
 ) -> SampleRequest:
     """One request for the samples of all, in their order; what it names are copies in `parcel`.
 
-    requests: joinable ones, with `tensors` to look their refs up. A prompt that all share stays one embedding.
+    requests: joinable ones, with `tensors` to look their refs up. What belongs to a prompt that all share stays one.
     """
     sizes = [batch_of(request) for request in requests]
 
@@ -67,7 +69,7 @@ def join_requests(
             tensor(getattr(request, name))
             for request, tensor in zip(requests, tensors, strict=True)
         ]
-        if name in TEXTS and all(len(p) == 1 and torch.equal(p, parts[0]) for p in parts):
+        if name in PROMPTS and all(len(p) == 1 and torch.equal(p, parts[0]) for p in parts):
             return parcel.pack(parts[:1])[0]
         shape = list(parts[0].shape)
         shape[dim] = sum(sizes)

@@ -75,6 +75,15 @@ class VAESpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LowNoise:
+    """The second expert of a model that has two: it predicts from step `from_step` on, above 0, with its guidance."""
+
+    model: ModelSpec
+    from_step: int
+    guidance: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
     """Denoise one batch of latents.
 
@@ -83,8 +92,12 @@ class SampleRequest:
     noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
     mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
     cond, uncond: [1 or B, S, text_dim] float32; without uncond there is no guidance.
-    step_noise [N-1, B, C, T, h, w] float32: fresh noise of solvers that re-noise after each step but the last.
+    cond_image, uncond_image: [1 or B, D, T, h, w] float32, further input channels behind x's, for models that have
+    them: a mask of 4, then a normalised latent.
+    step_noise [K, B, C, T, h, w] float32: fresh noise of solvers that re-noise, for each of the K sigmas after the
+    first that are above 0.
     result: [B, C, T, h, w] float32, written by rank 0.
+    low_noise: who takes over from `model` on the way; the solver goes on as if nothing had changed.
     """
 
     id: str
@@ -102,6 +115,9 @@ class SampleRequest:
     uncond: TensorRef | None
     step_noise: TensorRef | None
     result: TensorRef
+    cond_image: TensorRef | None = None
+    uncond_image: TensorRef | None = None
+    low_noise: LowNoise | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

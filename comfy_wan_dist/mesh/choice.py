@@ -22,7 +22,12 @@ from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
 
 LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
-"""704x1280, 121 frames: what TI2V-5B was made for, and the size that a plane is chosen for."""
+"""704x1280, 121 frames: what TI2V-5B was made for."""
+
+
+def large_video(shape: WanShape) -> LatentGrid:
+    """What a model was made for, and the size that a plane is chosen for: with 16 channels 720x1280, 81 frames."""
+    return LARGE_VIDEO if shape.vae_stride == 16 else LatentGrid(frames=21, rows=45, columns=80)
 
 
 def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterator[MeshDegrees]:
@@ -56,10 +61,11 @@ def choose_mesh(
     guided: bool,
     device_memory: int | None = None,
     dtype: str = "bfloat16",
-    grid: LatentGrid = LARGE_VIDEO,
+    grid: LatentGrid | None = None,
     machines: int = 1,
 ) -> MeshDegrees:
-    """The mesh to start a plane for, so that a video of `grid` fits into `device_memory` bytes of each device.
+    """The mesh to start a plane for, so that a video of `grid` (`large_video` by default) fits into `device_memory`
+    bytes of each device.
 
     machines: the ranks divide by it, so that each machine gets as many.
     Without `device_memory` everything is taken to fit. Where nothing fits it is the mesh that needs least: loading it
@@ -72,7 +78,9 @@ def choose_mesh(
     ]
     if device_memory is None:
         return max(planes, key=preference)
-    job = PlannedJob(shape=shape, grid=grid, steps=1, guided=guided, dtype=dtype)
+    job = PlannedJob(
+        shape=shape, grid=grid or large_video(shape), steps=1, guided=guided, dtype=dtype
+    )
     planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
     planes += [replace(mesh, fsdp=True) for mesh in planes if mesh.replicas > 1]
     needs = {mesh: peak_bytes(job, mesh) for mesh in planes}

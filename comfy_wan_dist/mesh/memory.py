@@ -12,7 +12,7 @@ from .degrees import MeshDegrees
 from .job import DTYPE_BYTES, PlannedJob, RankShare, rank_share
 from .packing import Packing
 from .pipeline import stage_blocks
-from .shape import HEAD_DIM, PATCH_SIZE, WanShape
+from .shape import HEAD_DIM, PATCH_POSITIONS, PATCH_SIZE, WanShape
 
 WORKING_BYTES = 512 * 2**20
 """Kept free beside the weights for buffers and libraries."""
@@ -68,14 +68,24 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
     text_rows = share.text_batch * sum(share.branches) * share.blocks
     latent = share.samples.size * job.shape.token_dim * DTYPE_BYTES["float32"]
     rope = tokens.cp.size * HEAD_DIM // 2 * 8  # complex64
+    images = tokens.sp.size * image_bytes(job, share)
     return RankMemory(
         weights=weight_bytes(job.shape, degrees, stage=share.place["pp"], dtype=job.dtype),
         text=2 * text_rows * (dim // degrees.tp) * job.item_bytes,
-        state=STATE_TENSORS * tokens.sp.size * latent + rope,
+        state=STATE_TENSORS * tokens.sp.size * latent + images + rope,
         activations=activation_bytes(job, degrees, share),
         gathered=gathered_bytes(job.shape, degrees, dtype=job.dtype),
         unpacked=unpacked_bytes(job.shape, degrees),
     )
+
+
+def image_bytes(job: PlannedJob, share: RankShare) -> int:
+    """Of one token in models with image conditioning: that of each branch, and latent and image side by side."""
+    if not job.shape.image_dim:
+        return 0
+    branches = len(share.branches)
+    channels = branches * job.shape.image_dim + branches * job.shape.in_dim
+    return share.samples.size * channels * PATCH_POSITIONS * DTYPE_BYTES["float32"]
 
 
 def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:

@@ -5,13 +5,16 @@ Source: Wan2.2 `config.json` fields and the shapes of its tensors; head_dim is 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from ..ipc.errors import ConfigError
 from .packing import Packing
 
 HEAD_DIM = 128
 PATCH_SIZE = (1, 2, 2)
+PATCH_POSITIONS = prod(PATCH_SIZE)
+TI2V_CHANNELS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +40,22 @@ class WanShape:
     @property
     def token_dim(self) -> int:
         """Features of one output token: a 1x2x2 patch of out_dim channels."""
-        pt, ph, pw = PATCH_SIZE
-        return self.out_dim * pt * ph * pw
+        return self.out_dim * PATCH_POSITIONS
+
+    @property
+    def image_dim(self) -> int:
+        """Input channels beside the latent's: of a mask and an image, in image-to-video models of 16 channels."""
+        return self.in_dim - self.out_dim
+
+    @property
+    def has_frame_times(self) -> bool:
+        """Whether each latent frame has a timestep of its own, 0 where it is given: TI2V."""
+        return self.out_dim == TI2V_CHANNELS
+
+    @property
+    def vae_stride(self) -> int:
+        """Pixels in height and width of one latent value: of the Wan2.2 VAE for TI2V, of the Wan2.1 VAE otherwise."""
+        return 16 if self.out_dim == TI2V_CHANNELS else 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,16 +75,23 @@ class LatentGrid:
         return self.rows * self.columns
 
 
-def video_grid(*, height: int, width: int, frames: int) -> LatentGrid:
-    """Token grid of a video of so many pixels and frames: 16 pixels and 4 frames are one latent value."""
-    if min(height, width, frames) < 1 or height % 32 or width % 32 or frames % 4 != 1:
+def video_grid(shape: WanShape, *, height: int, width: int, frames: int) -> LatentGrid:
+    """Token grid of a video of so many pixels and frames: 4 frames are one latent value."""
+    pixels = 2 * shape.vae_stride
+    if min(height, width, frames) < 1 or height % pixels or width % pixels or frames % 4 != 1:
         raise ConfigError(
             f"a video of {height}x{width} (height x width) and {frames} frames is not possible; height and width must "
-            "be multiples of 32, frames a multiple of 4 plus 1, such as 704x1280 and 121"
+            f"be multiples of {pixels}, frames a multiple of 4 plus 1, such as 704x1280 and 121"
         )
-    return LatentGrid(frames=(frames + 3) // 4, rows=height // 32, columns=width // 32)
+    return LatentGrid(frames=(frames + 3) // 4, rows=height // pixels, columns=width // pixels)
 
 
 TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
-KNOWN_MODELS = {"ti2v-5b": TI2V_5B}
+T2V_14B = WanShape(dim=5120, ffn_dim=13824, num_layers=40, in_dim=16, out_dim=16)
+KNOWN_MODELS = {
+    "ti2v-5b": TI2V_5B,
+    "t2v-14b": T2V_14B,
+    "i2v-14b": replace(T2V_14B, in_dim=36),
+    "t2v-1.3b": WanShape(dim=1536, ffn_dim=8960, num_layers=30, in_dim=16, out_dim=16),
+}
 """Models by the name that they have without a file."""

@@ -1,7 +1,8 @@
 """Recognise a Wan transformer by its tensors' names and shapes, never by its file name.
 
-Covers TI2V-5B (48 latent channels), under whatever names names.py knows. Other models are refused by name.
-Source: key table of the official Wan2.2 TI2V-5B checkpoint.
+Covers TI2V-5B, T2V and I2V without CLIP images (A14B), Wan2.1 T2V, under whatever names names.py knows. Other models
+are refused by name.
+Source: key tables of the official Wan2.2 and Wan2.1 checkpoints.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
-from ..mesh.shape import HEAD_DIM, WanShape
+from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
 from .encoding import FLOATS, StoredTensor, layer_formats, packed_weights, read_encodings
 from .entry import TensorEntry
 from .header import ModelFile
 from .names import describe, find_naming, official_tensors
 from .shown import listed
 
-LATENT_CHANNELS = 48
+FAMILY = ((48, 48), (16, 16), (36, 16))
+"""Input and output channels of TI2V, text-to-video, image-to-video."""
+SUPPORTED = "TI2V-5B, T2V-A14B, I2V-A14B or Wan2.1 T2V"
 
 SIBLINGS = (
     ("vace_patch_embedding.weight", "a Wan VACE model"),
     ("control_adapter.conv.weight", "a Wan camera-control model"),
+    ("ref_conv.weight", "a Wan Fun-Control model"),
     ("casual_audio_encoder.encoder.final_linear.weight", "a Wan S2V model"),
     ("audio_proj.audio_proj_glob_1.layer.bias", "a HuMo model"),
     ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
@@ -54,13 +58,13 @@ def read_wan_file(file: ModelFile) -> WanFile:
     naming = find_naming(file.entries)
     if naming is None:
         raise ModelFileError(
-            f"{label} is not a Wan transformer: {describe(file.entries)}; choose a Wan2.2 TI2V-5B file"
+            f"{label} is not a Wan transformer: {describe(file.entries)}; choose a {SUPPORTED} file"
         )
     entries = official_tensors(file.entries, naming, label=label)
     for key, kind in SIBLINGS:
         if key in entries:
             raise ModelFileError(
-                f"{label} is {kind}, which is not supported; choose a Wan2.2 TI2V-5B file"
+                f"{label} is {kind}, which is not supported; choose a {SUPPORTED} file"
             )
     shape = _shape_of(entries, label)
     layers = layer_formats(file.metadata, naming, label=label)
@@ -68,6 +72,21 @@ def read_wan_file(file: ModelFile) -> WanFile:
     _require_parameters(stored, shape, label)
     packed = tuple(packed_weights(stored))
     return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
+
+
+def validate_experts(high: WanFile, low: WanFile) -> None:
+    """Refuse two files that are not the experts of one model. Raises ModelFileError."""
+    label = Path(low.file.path).name
+    if high.file.path == low.file.path:
+        raise ModelFileError(
+            f"{label} is named for high and for low noise; choose the other expert's file, or none for a model without"
+        )
+    for name in ("in_dim", "out_dim", "dim", "ffn_dim", "num_layers", "text_dim", "freq_dim"):
+        ours, theirs = getattr(high.shape, name), getattr(low.shape, name)
+        if ours != theirs:
+            raise ModelFileError(
+                f"{label} has {name} {theirs}, {Path(high.file.path).name} {ours}; choose the two experts of one model"
+            )
 
 
 def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
@@ -121,10 +140,10 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
         raise ModelFileError(
             f"{label} has width {dim}, which is no multiple of {HEAD_DIM}: no Wan model has that"
         )
-    if (in_dim, token_dim) != (LATENT_CHANNELS, 4 * LATENT_CHANNELS):
+    if token_dim % PATCH_POSITIONS or (in_dim, token_dim // PATCH_POSITIONS) not in FAMILY:
         raise ModelFileError(
-            f"{label} is {_name_by_channels(in_dim, dim)} with {in_dim} input and {token_dim // 4} output channels; "
-            f"this version runs Wan2.2 TI2V-5B ({LATENT_CHANNELS} and {LATENT_CHANNELS}), so choose that file"
+            f"{label} is {_name_by_channels(in_dim, dim)} with {in_dim} input and {token_dim // PATCH_POSITIONS} "
+            f"output channels, which is not supported; choose a {SUPPORTED} file"
         )
     blocks = {
         int(match[1]) for name in entries if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))
@@ -136,7 +155,7 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
         ffn_dim=dims("blocks.0.ffn.0.weight", 2)[0],
         num_layers=max(blocks) + 1,
         in_dim=in_dim,
-        out_dim=token_dim // 4,
+        out_dim=token_dim // PATCH_POSITIONS,
         text_dim=dims("text_embedding.0.weight", 2)[1],
         freq_dim=dims("time_embedding.0.weight", 2)[1],
     )
@@ -157,7 +176,7 @@ def _require_parameters(entries: Mapping[str, StoredTensor], shape: WanShape, la
         )
     if extra := sorted(entries.keys() - expected.keys()):
         raise ModelFileError(
-            f"{label} has {len(extra)} tensors that Wan2.2 TI2V does not have, {listed(extra)}; "
+            f"{label} has {len(extra)} tensors that no supported Wan model has, {listed(extra)}; "
             "it is another kind of model"
         )
     for name, want in expected.items():
@@ -168,6 +187,10 @@ def _require_parameters(entries: Mapping[str, StoredTensor], shape: WanShape, la
 
 
 def _name_by_channels(in_dim: int, dim: int) -> str:
-    size = {5120: "14B", 1536: "1.3B"}.get(dim, f"width-{dim}")
-    kinds = {16: f"a Wan {size} text-to-video model", 36: f"a Wan {size} image-to-video model"}
+    kinds = {
+        48: "a Wan2.1 Fun-Control model",
+        52: "a Wan2.2 Fun-Control model",
+        96: "a Lucy-Edit model",
+        100: "a Wan2.2 Fun-InP 5B model",
+    }
     return kinds.get(in_dim, f"a Wan variant of width {dim}")

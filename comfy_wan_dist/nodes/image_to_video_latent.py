@@ -17,11 +17,11 @@ from ..handle import ModelHandle, resolve_vae
 from ..ipc.errors import ConfigError
 from ..ipc.messages import EncodeRequest, VAESpec
 from ..mesh.flops import vae_flops
+from ..mesh.shape import TI2V_CHANNELS
 from .load_model import CATEGORY, WanDistModel
 from .vae_decode import memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 MAX_SIZE = 16384
-CHANNELS = 48
 
 
 class ImageToVideoLatent(io.ComfyNode):
@@ -107,7 +107,7 @@ class ImageToVideoLatent(io.ComfyNode):
         memory: str = "auto",
     ) -> io.NodeOutput:
         memory_bytes = parse_memory(memory)
-        latent = torch.zeros(1, CHANNELS, latent_frames(length), height // 16, width // 16)
+        latent = torch.zeros(1, TI2V_CHANNELS, latent_frames(length), height // 16, width // 16)
         if start_image is None and end_image is None:
             return io.NodeOutput({"samples": latent})
         start = None if start_image is None else first_frames(start_image, length)
@@ -150,7 +150,7 @@ async def encode_images(
         id=id,
         vae=vae,
         frames=job.send(images),
-        result=job.reserve((1, CHANNELS, latent_frames(frames), height // 16, width // 16)),
+        result=job.reserve((1, TI2V_CHANNELS, latent_frames(frames), height // 16, width // 16)),
         memory_bytes=memory_bytes,
     )
     cost = vae_flops(frames=frames, height=height, width=width)

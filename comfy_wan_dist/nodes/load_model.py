@@ -11,6 +11,7 @@ from ..model_file.header import read_model_file
 
 WanDistModel = io.Custom("WAN_DIST_MODEL")
 CATEGORY = "Wan Dist"
+NO_EXPERT = "none"
 
 
 class LoadModel(io.ComfyNode):
@@ -22,7 +23,8 @@ class LoadModel(io.ComfyNode):
             node_id="WanDistLoadModel",
             display_name="Wan Dist Load Model",
             category=CATEGORY,
-            description="Choose a Wan2.2 TI2V-5B file and how to spread it over several GPUs. The model is loaded by a "
+            description="Choose a Wan file (TI2V-5B, T2V-A14B, I2V-A14B, Wan2.1 T2V) and how to spread it over several "
+            "GPUs. The model is loaded by a "
             "background worker group when a sampler first needs it, and stays there.",
             inputs=[
                 io.Combo.Input(
@@ -75,13 +77,23 @@ class LoadModel(io.ComfyNode):
                     tooltip="With several machines: HOST:PORT at which the others reach this one, such as "
                     "192.168.1.10:29400. Any free port from 1 to 65535, in a network that you trust.",
                 ),
+                io.Combo.Input(
+                    "low_noise_model",
+                    options=[NO_EXPERT, *comfy_adapter.list_models("diffusion_models")],
+                    default=NO_EXPERT,
+                    optional=True,
+                    tooltip="For a model in two experts, such as T2V-A14B: its file for low noise, beside the one for "
+                    "high noise as model_name. Both stay on the GPUs, or take turns there if they do not fit together.",
+                ),
             ],
             outputs=[WanDistModel.Output(display_name="model")],
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: str) -> str | bool:
-        return comfy_adapter.validate_model_name("diffusion_models", model_name)
+    def validate_inputs(cls, model_name: str, low_noise_model: str = NO_EXPERT) -> str | bool:
+        names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
+        answers = (comfy_adapter.validate_model_name("diffusion_models", name) for name in names)
+        return next((answer for answer in answers if answer is not True), True)
 
     @classmethod
     def fingerprint_inputs(
@@ -93,10 +105,11 @@ class LoadModel(io.ComfyNode):
         compile: bool,
         machines: int = 1,
         head_address: str = "",
+        low_noise_model: str = NO_EXPERT,
     ) -> str:
-        return fingerprint(
-            read_model_file(comfy_adapter.model_path("diffusion_models", model_name))
-        )
+        names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
+        paths = [comfy_adapter.model_path("diffusion_models", name) for name in names]
+        return " ".join(fingerprint(read_model_file(path)) for path in paths)
 
     @classmethod
     def execute(
@@ -108,6 +121,7 @@ class LoadModel(io.ComfyNode):
         compile: bool,
         machines: int = 1,
         head_address: str = "",
+        low_noise_model: str = NO_EXPERT,
     ) -> io.NodeOutput:
         handle = ModelHandle(
             path=comfy_adapter.model_path("diffusion_models", model_name),
@@ -117,6 +131,11 @@ class LoadModel(io.ComfyNode):
             compile=compile,
             machines=machines,
             head_address=head_address,
+            low_noise_path=(
+                ""
+                if low_noise_model == NO_EXPERT
+                else comfy_adapter.model_path("diffusion_models", low_noise_model)
+            ),
         )
         session.resolve(handle)
         return io.NodeOutput(handle)

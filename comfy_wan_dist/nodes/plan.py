@@ -104,7 +104,7 @@ class PlanMesh(io.ComfyNode):
         plan = make_plan(
             PlannedJob(
                 shape=shape,
-                grid=video_grid(height=height, width=width, frames=length),
+                grid=video_grid(shape, height=height, width=width, frames=length),
                 steps=steps,
                 guided=not isclose(cfg, 1.0),
                 batch=batch_size,

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from math import isclose, isfinite
+from functools import partial
+from math import isfinite
+from typing import Any
 
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
-from ..handle import ModelHandle
+from ..experts import Experts, choose_experts
+from ..handle import ModelHandle, ResolvedModel
 from ..ipc.errors import ConfigError
 from ..mesh.report import job_text
+from ..prompts import read_prompt
 from ..sampling_pieces import Sampling, build_pieces
+from ..schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from .load_model import CATEGORY, WanDistModel
+
+NO_PRESET = "off"
 
 
 class Sampler(io.ComfyNode):
@@ -21,7 +28,7 @@ class Sampler(io.ComfyNode):
             node_id="WanDistSampler",
             display_name="Wan Dist Sampler",
             category=CATEGORY,
-            description="Denoise a Wan2.2 latent on all GPUs of the model's mesh. A batch is shared out over the "
+            description="Denoise a Wan latent on all GPUs of the model's mesh. A batch is shared out over the "
             "planes of a dp mesh. Same seed, sampler, scheduler and shift give the same video as ComfyUI's KSampler "
             "behind ModelSamplingSD3.",
             inputs=[
@@ -35,7 +42,8 @@ class Sampler(io.ComfyNode):
                 ),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent.",
+                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent for TI2V models; from "
+                    "EmptyHunyuanLatentVideo or WanImageToVideo for A14B and Wan2.1.",
                 ),
                 io.Int.Input(
                     "seed",
@@ -86,6 +94,42 @@ class Sampler(io.ComfyNode):
                     step=0.01,
                     tooltip="Share of the schedule to run, 0 to 1: below 1 it starts from the given latent.",
                 ),
+                io.Combo.Input(
+                    "few_step",
+                    options=[NO_PRESET, *FEW_STEP],
+                    default=NO_PRESET,
+                    optional=True,
+                    tooltip="Settings of a distilled model: FastWan2.2-TI2V-5B or Wan2.2-TI2V-5B-Turbo. Other than off "
+                    "it samples with lcm, cfg 1 and the model's own sigmas, and steps, cfg, sampler_name, scheduler, "
+                    "shift and denoise are not used.",
+                ),
+                io.Sigmas.Input(
+                    "sigmas",
+                    optional=True,
+                    tooltip="From ManualSigmas, BasicScheduler and the like, falling from 1 to 0. If connected, steps, "
+                    "scheduler, shift and denoise are not used.",
+                ),
+                io.Float.Input(
+                    "boundary",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.005,
+                    round=0.001,
+                    optional=True,
+                    tooltip="For a model with a low_noise_model, 0 to 1: the second expert predicts where the noise is "
+                    "below this. 0: the model's own, 0.875 for text-to-video, 0.9 for image-to-video.",
+                ),
+                io.Float.Input(
+                    "low_noise_cfg",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    optional=True,
+                    tooltip="Guidance scale of the low_noise_model, 0 to 100. 0: the same as cfg.",
+                ),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),
@@ -110,39 +154,85 @@ class Sampler(io.ComfyNode):
         scheduler: str,
         shift: float,
         denoise: float,
+        few_step: str = NO_PRESET,
+        sigmas: Any = None,
+        boundary: float = 0.0,
+        low_noise_cfg: float = 0.0,
     ) -> io.NodeOutput:
-        if not isfinite(cfg):
-            raise ConfigError(f"cfg is {cfg}; it must be a number from 0 to 100")
+        note = ""
+        if few_step != NO_PRESET:
+            schedule, note = _few_step(few_step, has_sigmas=sigmas is not None)
+            sampler_name, cfg, low_noise_cfg = FEW_STEP_SOLVER, 1.0, 0.0
+        elif sigmas is not None:
+            schedule = comfy_adapter.sigmas_schedule(sigmas)
+            note = f"sigmas {_listed(schedule)}; not used: steps, scheduler, shift, denoise\n\n"
+        else:
+            schedule = comfy_adapter.build_schedule(
+                sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
+            )
+        for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
+            if not isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be a number")
         resolved = session.resolve(model)
-        text_dim = resolved.shape.text_dim
-        cond = comfy_adapter.prompt_embedding(positive, label="positive", text_dim=text_dim)
-        uncond = None
-        if not isclose(cfg, 1.0):
-            uncond = comfy_adapter.prompt_embedding(negative, label="negative", text_dim=text_dim)
-        schedule = comfy_adapter.build_schedule(
-            sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
-        )
         if not schedule.timesteps:
             return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
-        tensors = comfy_adapter.prepare_sampling(
-            latent_image, seed=seed, sampler=sampler_name, schedule=schedule
+        experts = choose_experts(
+            resolved,
+            schedule,
+            cfg=cfg,
+            low_noise_cfg=low_noise_cfg or None,
+            boundary=boundary or None,
         )
-        planes = session.planes_for(resolved)
+        tensors = comfy_adapter.prepare_sampling(
+            latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
+        )
+        prompt = partial(read_prompt, shape=resolved.shape, latent=tensors.noisy)
         sampling = Sampling(
             tensors=tensors,
-            cond=cond,
-            uncond=uncond,
+            cond=prompt(positive, label="positive"),
+            uncond=prompt(negative, label="negative") if experts.is_guided else None,
             schedule=schedule,
             solver=sampler_name,
-            cfg=cfg,
+            experts=experts,
         )
+        planes = session.planes_for(resolved)
         async with session.open_session(planes) as job:
             work = build_pieces(job, sampling, resolved, planes[0].degrees)
             outcomes = await job.run(work.pieces)
-            jobs = (
+            reports = [f"LoRA {line}" for line in resolved.lora_lines]
+            if resolved.low_noise is not None:
+                reports.append(_steps_of(resolved, experts, len(schedule.timesteps)))
+            reports += [
                 job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
-            )
-            report = "\n\n".join([*(f"LoRA {line}" for line in resolved.lora_lines), *jobs])
+            ]
             latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
-            return io.NodeOutput(latent, report)
+            return io.NodeOutput(latent, note + "\n\n".join(reports))
+
+
+def _steps_of(model: ResolvedModel, experts: Experts, steps: int) -> str:
+    """What the report says of a model in two experts."""
+    high = 0 if experts.first == model.low_noise else steps
+    if experts.low_noise is not None:
+        high = experts.low_noise.from_step
+    return f"steps by the high-noise expert: {high}, by the low-noise expert: {steps - high}"
+
+
+def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:
+    """A preset's schedule, and what the report says of it. Raises ConfigError."""
+    if name not in FEW_STEP:
+        raise ConfigError(f"few_step {name!r} is not offered; choose {', '.join(FEW_STEP)} or off")
+    if has_sigmas:
+        raise ConfigError(
+            f"few_step is {name!r} and sigmas are connected; set few_step to off or disconnect the sigmas"
+        )
+    schedule = FEW_STEP[name]
+    return schedule, (
+        f"few_step {name}: {FEW_STEP_SOLVER}, cfg 1, sigmas {_listed(schedule)}; not used: steps, cfg, sampler_name, "
+        "scheduler, shift, denoise\n\n"
+    )
+
+
+def _listed(schedule: Schedule) -> str:
+    shown = [f"{sigma:.6g}" for sigma in schedule.sigmas]
+    return ", ".join(shown if len(shown) <= 12 else [*shown[:10], "...", shown[-1]])

@@ -74,7 +74,7 @@ class VAEDecode(io.ComfyNode):
         spec = resolve_vae(
             comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
         )
-        latent = comfy_adapter.latent_samples(samples)
+        latent = comfy_adapter.latent_for_vae(samples)
         batch, _, frames, height, width = latent.shape
         # Videos of a batch go to whichever plane is free.
         sizes = (1,) * batch if len(planes) > 1 else (batch,)

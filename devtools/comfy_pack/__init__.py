@@ -1,7 +1,8 @@
 """Nodes for tests and parity, to be linked into a ComfyUI beside the pack: what goes through a graph, as files.
 
 Covered: saving a LATENT with its mask, or IMAGEs, in full precision; a VAE of ComfyUI's own for a file of toy size,
-whose widths the stock loader takes for granted. Nothing of this project is imported.
+whose widths the stock loader takes for granted, and one without a file; SIGMAS of any content. Nothing of this project
+is imported.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
 import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -69,4 +72,48 @@ class SmallVAELoader:
             module.WanVAE = stock
 
 
-NODE_CLASS_MAPPINGS = {"SaveTensors": SaveTensors, "SmallVAELoader": SmallVAELoader}
+class GivenSigmas:
+    """SIGMAS from text, however wrong; `dims` leading dims of 1 are put before it."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"values": ("STRING",), "dims": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("SIGMAS",)
+    FUNCTION = "give"
+    CATEGORY = "test"
+
+    def give(self, values: str, dims: int) -> tuple[Tensor]:
+        sigmas = torch.tensor([float(value) for value in values.split(",") if value])
+        return (sigmas.reshape(*(1,) * dims, -1),)
+
+
+class RandomVAE:
+    """A small VAE of ComfyUI's own with 16 latent channels and seeded weights: stock nodes encode images with it."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {}}
+
+    RETURN_TYPES = ("VAE",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self) -> tuple[Any]:
+        network = comfy.ldm.wan.vae.WanVAE(
+            dim=8, z_dim=16, attn_scales=[], temperal_downsample=[False, True, True]
+        )
+        generator = torch.Generator().manual_seed(12)
+        weights = {
+            name: torch.randn(value.shape, generator=generator) * value[0].numel() ** -0.5
+            for name, value in network.state_dict().items()
+        }
+        return (comfy.sd.VAE(sd=weights),)
+
+
+NODE_CLASS_MAPPINGS = {
+    "SaveTensors": SaveTensors,
+    "SmallVAELoader": SmallVAELoader,
+    "GivenSigmas": GivenSigmas,
+    "RandomVAE": RandomVAE,
+}

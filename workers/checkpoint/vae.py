@@ -9,11 +9,11 @@ import torch
 from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.shape import TI2V_CHANNELS
 from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.shown import shown
 from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
-from comfy_wan_dist.model_file.wan import LATENT_CHANNELS
 from workers.vae.run import SPATIAL, TEMPORAL
 from workers.vae.wan22 import VAEConfig, WanVAE
 
@@ -41,9 +41,9 @@ def build_vae(
     if len(entries) > MOST_TENSORS or any(0 in entry.shape for entry in entries.values()):
         raise ModelFileError(f"{label} has {len(entries)} tensors, or empty ones; {REMEDY}")
     config = VAEConfig.from_shapes({name: entry.shape for name, entry in entries.items()})
-    if config.z_dim != LATENT_CHANNELS:
+    if config.z_dim != TI2V_CHANNELS:
         raise ModelFileError(
-            f"{label} is a VAE of {config.z_dim} latent channels, but Wan2.2 TI2V-5B needs {LATENT_CHANNELS}; {REMEDY}"
+            f"{label} is a VAE of {config.z_dim} latent channels, but Wan2.2 TI2V-5B needs {TI2V_CHANNELS}; {REMEDY}"
         )
     if (config.spatial_factor, config.temporal_factor) != (SPATIAL, TEMPORAL):
         raise ModelFileError(

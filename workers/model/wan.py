@@ -1,6 +1,6 @@
 """The Wan2.2 diffusion transformer as one device runs it, on patchified tokens.
 
-Covers T2V and TI2V models (Wan2.1 1.3B/14B T2V, Wan2.2 5B and A14B); not the branches of VACE, S2V, Animate
+Covers T2V, TI2V and I2V models (Wan2.1 1.3B/14B T2V, Wan2.2 5B and A14B); not the branches of VACE, S2V, Animate
 or the CLIP images of Wan2.1 I2V. Parameter names and shapes are the official ones.
 
 Two seams let a caller spread it over ranks without touching this file: the number of heads is inferred from

@@ -22,7 +22,7 @@ from .collectives import AxisGroup
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward of one sample or of several: tokens [B, L, P], timesteps [B, R], the blocks' text."""
+    """One forward of one sample or of several: tokens [B, L, in_dim*4], timesteps [B, R], the blocks' text."""
 
     tokens: Tensor
     timesteps: Tensor
@@ -77,5 +77,6 @@ def forward_in_stages(
     for transfer in leaving:
         transfer.wait()
     tokens = batches[0].tokens
-    whole = torch.stack(outputs) if is_last else tokens.new_empty((len(batches), *tokens.shape))
+    size = (len(batches), *tokens.shape[:2], model.shape.token_dim)
+    whole = torch.stack(outputs) if is_last else tokens.new_empty(size)
     return list(pp.broadcast(whole, pp.size - 1))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.mesh.shape import PATCH_POSITIONS, WanShape
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.stages import MicroBatch, forward_in_stages
@@ -22,17 +23,28 @@ from .solvers import Solver
 
 
 @dataclass(frozen=True, kw_only=True)
+class Branch:
+    """What belongs to a prompt: text keys and values of each block, and the channels that the model sees beside x.
+
+    image [1 or B, L, D*4] float32, a token shard as x is one.
+    """
+
+    text: tuple[TextKeysValues, ...]
+    image: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conditioning:
     """What every forward of one job shares on this rank, besides x and the timestep.
 
-    row_factors [B, R] scale the timestep of each timestep row. `branches` holds the prompt's text keys and values,
-    then the negative prompt's where this rank computes both.
+    row_factors [B, R] scale the timestep of each timestep row. `branches` holds the prompt's, then the negative
+    prompt's where this rank computes both.
     """
 
     rope: Tensor
     runs: tuple[TokenRun, ...]
     row_factors: Tensor
-    branches: tuple[tuple[TextKeysValues, ...], ...]
+    branches: tuple[Branch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,28 +69,38 @@ class Guidance:
     planes: AxisGroup
 
 
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """Who predicts in a step. Most models are one for all steps."""
+
+    model: WanModel
+    conditioning: Conditioning
+    guidance: Guidance | None
+
+
 def denoise(
-    model: WanModel,
     x: Tensor,
     *,
-    conditioning: Conditioning,
+    expert_at: Callable[[int], Expert],
     sigmas: tuple[float, ...],
     timesteps: tuple[float, ...],
     solver: Solver,
-    guidance: Guidance | None,
     stages: AxisGroup,
     kept: KeptTokens | None,
     before_step: Callable[[int], None],
 ) -> Tensor:
     """Carry the token shard x [B, L, P] float32 from sigmas[0] to sigmas[-1].
 
-    before_step(index) is called before each step; what it raises ends the run.
+    before_step(index) is called before each step, then expert_at(index); what they raise ends the run.
     Collectives: with a guidance mesh of 2, one all-gather of [B, L, P] float32 on cfg per step, and the model's own.
     """
     for index, timestep in enumerate(timesteps):
         before_step(index)
         model_x = x if kept is None else kept.blend(x)
-        velocity = guided_velocity(model, model_x, timestep, conditioning, guidance, stages)
+        expert = expert_at(index)
+        velocity = guided_velocity(
+            expert.model, model_x, timestep, expert.conditioning, expert.guidance, stages
+        )
         denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
         if kept is not None:
             denoised = kept.blend(denoised)
@@ -96,13 +118,16 @@ def guided_velocity(
 ) -> Tensor:
     """Velocity of the token shard x, [B, L, P] float32; equal on all guidance planes and stages."""
     samples = 1 if stages.size == 1 else x.shape[0]
+    branches = conditioning.branches
+    if guidance is not None and guidance.scale == 1 and guidance.planes.size == 1:
+        branches, guidance = branches[:1], None  # the negative prompt would cancel out
     batches = [
         MicroBatch(tokens=tokens, timesteps=timesteps, text=text)
-        for branch in conditioning.branches
+        for branch in branches
         for tokens, timesteps, text in zip(
-            x.chunk(samples),
+            with_image(x, branch.image).chunk(samples),
             (conditioning.row_factors * timestep).chunk(samples),
-            split_text(branch, samples),
+            split_text(branch.text, samples),
             strict=True,
         )
     ]
@@ -120,6 +145,14 @@ def guided_velocity(
     else:
         cond, uncond = predictions
     return torch.add(uncond, cond - uncond, alpha=guidance.scale)
+
+
+def with_image(x: Tensor, image: Tensor | None) -> Tensor:
+    """Tokens [B, L, (C+D)*4] of latent and image: the features of a token are (row, column, channel)."""
+    if image is None:
+        return x
+    parts = (x, image.expand(x.shape[0], -1, -1))
+    return torch.cat([part.unflatten(-1, (PATCH_POSITIONS, -1)) for part in parts], -1).flatten(-2)
 
 
 def split_text(
@@ -157,4 +190,24 @@ def validate_text(context: Tensor, *, text_dim: int, batch: int, label: str) -> 
         raise ConfigError(
             f"the {label} conditioning has shape {list(context.shape)}; this model needs [1, tokens, {text_dim}]: "
             "encode the prompt with the umT5 text encoder of Wan (CLIPLoader type wan)"
+        )
+
+
+def validate_image(image: Tensor | None, shape: WanShape, latent: Tensor, *, label: str) -> None:
+    """Refuse an image conditioning that does not fit the model or the latent."""
+    if image is None and shape.image_dim == 0:
+        return
+    got = "none" if image is None else f"shape {list(image.shape)}"
+    if image is None or image.shape not in (
+        (1, shape.image_dim, *latent.shape[2:]),
+        (latent.shape[0], shape.image_dim, *latent.shape[2:]),
+    ):
+        needed = (
+            f"[1 or {latent.shape[0]}, {shape.image_dim}, {', '.join(map(str, latent.shape[2:]))}]"
+            if shape.image_dim
+            else "none"
+        )
+        raise ConfigError(
+            f"the {label} image conditioning is {got}, this model and latent need {needed}; "
+            "make it with WanImageToVideo for an I2V model, and leave it out for others"
         )

@@ -1,0 +1,53 @@
+"""Whether both experts of a job fit on a device at once, or take turns there while the other waits in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from comfy_wan_dist.ipc.errors import InsufficientMemoryError
+from comfy_wan_dist.ipc.messages import SampleRequest
+from comfy_wan_dist.mesh.job import PlannedJob
+from comfy_wan_dist.mesh.memory import rank_memory
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+
+from .checkpoint.memory import GIB, free_memory, usable_memory
+from .parallel.groups import MeshGroups
+
+
+def margin_for_both(
+    request: SampleRequest,
+    shape: WanShape,
+    groups: MeshGroups,
+    *,
+    device: torch.device,
+    weights_there: int,
+) -> int:
+    """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
+
+    weights_there: of the experts' weights, what is on the device already.
+    """
+    batch, _, frames, height, width = request.noisy.shape
+    job = PlannedJob(
+        shape=shape,
+        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
+        steps=len(request.timesteps),
+        guided=request.uncond is not None,
+        batch=batch,
+        dtype=request.model.dtype,
+        text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
+        text_batch=request.cond.shape[0],
+    )
+    memory = rank_memory(job, groups.degrees, groups.rank)
+    return usable_memory(device) + weights_there - memory.total - memory.weights
+
+
+def validate_host_memory(weights: int, *, local_ranks: int, caution: float) -> None:
+    """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError."""
+    free = free_memory(torch.device("cpu"))
+    need = 2 * weights * local_ranks
+    if need > caution * free:
+        raise InsufficientMemoryError(
+            f"the model's two experts do not fit on the devices together, and to take turns there they need "
+            f"{need / GIB:.1f} GiB of host memory, of which {free / GIB:.1f} GiB are free; use a mesh with more tp, pp "
+            "or fsdp"
+        )
