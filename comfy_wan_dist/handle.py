@@ -23,15 +23,17 @@ from .model_file.wan import read_wan_file, validate_experts
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_STRENGTH = 100.0
+BOTH, HIGH_NOISE, LOW_NOISE = EXPERTS = ("both", "high noise", "low noise")
 FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraHandle:
-    """A LoRA file and how strongly to merge it, -100 to 100 and not 0."""
+    """A LoRA file, how strongly to merge it, -100 to 100 and not 0, and into which expert of a model that has two."""
 
     path: str
     strength: float
+    expert: str = BOTH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +54,21 @@ class ModelHandle:
     loras: tuple[LoraHandle, ...] = ()
     low_noise_path: str = ""
 
-    def with_lora(self, path: str, strength: float) -> ModelHandle:
+    def with_lora(self, path: str, strength: float, expert: str = BOTH) -> ModelHandle:
         """This model with one LoRA more; strength 0 means without it. Raises ConfigError."""
+        if expert not in EXPERTS or (expert != BOTH and not self.low_noise_path):
+            raise ConfigError(
+                f"the LoRA is for the expert {expert!r}; choose {', '.join(EXPERTS)}, and both for a model without a "
+                "low_noise_model"
+            )
         if not isfinite(strength) or abs(strength) > MAX_STRENGTH:
             raise ConfigError(
                 f"the LoRA's strength is {strength}; it must be a number from {-MAX_STRENGTH:g} to {MAX_STRENGTH:g}"
             )
         if strength == 0:
             return self
-        return replace(self, loras=(*self.loras, LoraHandle(path=path, strength=strength)))
+        lora = LoraHandle(path=path, strength=strength, expert=expert)
+        return replace(self, loras=(*self.loras, lora))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +77,7 @@ class ResolvedModel:
 
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
-    device_memory: bytes of the smallest device, if that is known. loras: what they change, in the spec's order.
+    device_memory: bytes of the smallest device, if that is known. loras: what they change, in the handle's order.
     low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged.
     """
 
@@ -82,13 +90,15 @@ class ResolvedModel:
     machines: Machines | None = None
     loras: tuple[LoraFile, ...] = ()
     low_noise: ModelSpec | None = None
+    handle: ModelHandle
 
     @property
     def lora_lines(self) -> tuple[str, ...]:
         """A line for each LoRA: what it changes, and what of it is left out."""
         return tuple(
-            file.describe(spec.strength)
-            for file, spec in zip(self.loras, self.spec.loras, strict=True)
+            file.describe(lora.strength)
+            + ("" if lora.expert == BOTH else f" (only in the {lora.expert} expert)")
+            for file, lora in zip(self.loras, self.handle.loras, strict=True)
         )
 
 
@@ -124,7 +134,7 @@ def resolve_model(
         )
     validate_model(degrees, shape)
 
-    def spec(file: ModelFile) -> ModelSpec:
+    def spec(file: ModelFile, expert: str) -> ModelSpec:
         return ModelSpec(
             path=file.path,
             file_bytes=file.file_bytes,
@@ -132,16 +142,6 @@ def resolve_model(
             dtype=dtype,
             compile=handle.compile,
             content="" if machines is None else content_of(file),
-        )
-
-    low_noise = None
-    if handle.low_noise_path:
-        low_file = read_wan_file(read_model_file(handle.low_noise_path))
-        validate_experts(file, low_file)
-        low_noise = spec(low_file.file)
-    return ResolvedModel(
-        spec=replace(
-            spec(file.file),
             loras=tuple(
                 LoraSpec(
                     path=each.path,
@@ -151,8 +151,18 @@ def resolve_model(
                     content="" if machines is None else content_of(each),
                 )
                 for lora, each in zip(handle.loras, lora_files, strict=True)
+                if lora.expert in (BOTH, expert)
             ),
-        ),
+        )
+
+    low_noise = None
+    if handle.low_noise_path:
+        low_file = read_wan_file(read_model_file(handle.low_noise_path))
+        validate_experts(file, low_file)
+        low_noise = spec(low_file.file, LOW_NOISE)
+    return ResolvedModel(
+        handle=handle,
+        spec=spec(file.file, HIGH_NOISE),
         loras=loras,
         low_noise=low_noise,
         shape=shape,

@@ -117,7 +117,7 @@ NODES = {
         ["width", "height", "length", "batch_size", "steps", "cfg", "devices", "model"],
         ["chart", "report"],
     ),
-    "WanDistLoRA": (["model", "lora_name", "strength"], ["model"]),
+    "WanDistLoRA": (["model", "lora_name", "strength", "expert"], ["model"]),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from comfy_kit import error_of, latent_of, succeed
 from family_programs import error_without_host_memory, sample_in_turns
 from graphs import MODELS, NEGATIVE, POSITIVE, Graph, node
+from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.experts import choose_experts
@@ -26,9 +27,11 @@ from comfy_wan_dist.ipc.messages import LedgerLine, LowNoise, ModelSpec
 from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.traffic import predict_ledger
+from comfy_wan_dist.model_file.wan import expected_parameters
 from comfy_wan_dist.schedules import given_sigmas, wan_official
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer
+from devtools.loras import plain_lora, spelled
 from devtools.mesh_runs import (
     SIGMAS,
     TEXT_TOKENS,
@@ -51,6 +54,7 @@ KINDS = {"t2v": T2V, "i2v": I2V}
 FILES = {kind: f"tiny_{kind}.safetensors" for kind in KINDS}
 # Of the same shape: a second expert, and a copy of the first one.
 LOW_NOISE, COPY = "tiny_t2v_low_noise.safetensors", "tiny_t2v_copy.safetensors"
+LORA = "tiny_t2v_lora.safetensors"
 # 27 tokens, which 2 ranks do not divide.
 CASE = Case(name="odd", frames=3, height=6, width=6, batch=2)
 MESHES = ("tp2", "ulysses2", "cfg2", "pp2", "cfg2-ring2-tp2-sp")
@@ -302,6 +306,9 @@ def test_expert_without_a_step_is_left_out(models: Path) -> None:
 def server(comfy: ComfyServer) -> ComfyServer:
     graphs.write_files(comfy.base)
     write_models(comfy.base / MODELS)
+    (comfy.base / "models" / "loras").mkdir(exist_ok=True)
+    lora = spelled(plain_lora(expected_parameters(T2V), seed=5), "comfyui")
+    save_file(lora, comfy.base / "models" / "loras" / LORA)
     return comfy
 
 
@@ -415,11 +422,21 @@ def test_image_to_video_equals_stock_ksampler(server: ComfyServer, seed: int) ->
 
 
 def test_two_experts_equal_two_stock_samplers(server: ComfyServer, seed: int) -> None:
-    """KSamplerAdvanced twice, the first one's noise left in. euler: other stock solvers begin anew in the second."""
+    """KSamplerAdvanced twice, the first one's noise left in, and a LoRA in the second one's model.
+
+    euler: other stock solvers begin anew in the second.
+    """
     steps, shift, split = 6, 5.0, 3  # sigmas 1, 0.96, 0.91, then 0.83, below the boundary of 0.875
     graph = both_models("t2v")
-    graph["own model"] = own_model("t2v", low_noise_model=LOW_NOISE)
-    graph["low model"] = node("UNETLoader", unet_name=LOW_NOISE, weight_dtype="default")
+    graph["own bare"] = own_model("t2v", low_noise_model=LOW_NOISE)
+    graph["low bare"] = node("UNETLoader", unet_name=LOW_NOISE, weight_dtype="default")
+    lora = {"lora_name": LORA}
+    graph["own model"] = node(
+        "WanDistLoRA", model=["own bare", 0], strength=0.7, expert="low noise", **lora
+    )
+    graph["low model"] = node(
+        "LoraLoaderModelOnly", model=["low bare", 0], strength_model=0.7, **lora
+    )
     graph["low shifted"] = node("ModelSamplingSD3", model=["low model", 0], shift=shift)
     graph["empty"] = node("EmptyHunyuanLatentVideo", width=80, height=48, length=9, batch_size=1)
     settings = {**SETTINGS, "sampler_name": "euler", "steps": steps}
@@ -454,9 +471,8 @@ def test_two_experts_equal_two_stock_samplers(server: ComfyServer, seed: int) ->
     del graph["stock experts"], graph["save stock experts"], graph["save own experts"]
     graph["text"] = node("PreviewAny", source=["own experts", 1])
     (report,) = succeed(server, graph).outputs["text"]["text"]
-    assert report.startswith(
-        "steps by the high-noise expert: 3, by the low-noise expert: 3\n\nmesh"
-    )
+    assert "steps by the high-noise expert: 3, by the low-noise expert: 3\n\nmesh" in report
+    assert "(only in the low noise expert)" in report
 
 
 def test_inputs_for_another_model_are_refused(server: ComfyServer, seed: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,15 @@ def test_strength_out_of_range_is_refused(strength: float) -> None:
     assert handle.with_lora("l", 0.0) == handle
     both = handle.with_lora("l", -1).with_lora("l", 2)
     assert [lora.strength for lora in both.loras] == [-1, 2]
+
+
+def test_expert_that_the_model_has_not_is_refused() -> None:
+    handle = ModelHandle(path="m", dtype="auto", mesh="single", devices="cpu:1", compile=False)
+    for expert in ("low noise", "high noise", "third"):
+        with pytest.raises(ConfigError, match=f"the expert '{expert}'; choose both, high noise"):
+            handle.with_lora("l", 1.0, expert)
+    two = replace(handle, low_noise_path="n")
+    assert two.with_lora("l", 1.0, "low noise").loras[0].expert == "low noise"
 
 
 # ---- any keys

@@ -7,7 +7,7 @@ import logging
 from comfy_api.latest import io
 
 from .. import comfy_adapter, session
-from ..handle import MAX_STRENGTH, ModelHandle, fingerprint
+from ..handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
 from .load_model import CATEGORY, WanDistModel
 
@@ -42,23 +42,36 @@ class LoRA(io.ComfyNode):
                     step=0.01,
                     tooltip="How strongly to merge it, -100 to 100; 0 leaves it out.",
                 ),
+                io.Combo.Input(
+                    "expert",
+                    options=list(EXPERTS),
+                    default=BOTH,
+                    optional=True,
+                    tooltip="Of a model with a low_noise_model: the expert that the LoRA was made for; otherwise both.",
+                ),
             ],
             outputs=[WanDistModel.Output(display_name="model")],
         )
 
     @classmethod
     def fingerprint_inputs(
-        cls, lora_name: str, strength: float, model: ModelHandle | None = None
+        cls,
+        lora_name: str,
+        strength: float,
+        model: ModelHandle | None = None,
+        expert: str = BOTH,
     ) -> str:
         if strength == 0:
             return ""
         return fingerprint(read_model_file(comfy_adapter.lora_path(lora_name)))
 
     @classmethod
-    def execute(cls, model: ModelHandle, lora_name: str, strength: float) -> io.NodeOutput:
+    def execute(
+        cls, model: ModelHandle, lora_name: str, strength: float, expert: str = BOTH
+    ) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(model)
-        handle = model.with_lora(comfy_adapter.lora_path(lora_name), strength)
+        handle = model.with_lora(comfy_adapter.lora_path(lora_name), strength, expert)
         file = session.resolve(handle).loras[-1]
         level = logging.WARNING if file.unknown else logging.INFO
         logger.log(level, "[wan-dist] LoRA %s", file.describe(strength, most=len(file.unknown)))
