@@ -215,7 +215,7 @@ class VAEJob:
 
 @dataclass(frozen=True, kw_only=True)
 class VAEJobEnd:
-    """How a job ended on one rank; `result` is NaN where it has written nothing."""
+    """How a job ended on one rank, but for the VAE's loading; `result` is NaN where it has written nothing."""
 
     error: str
     reports: list[tuple[str, int, int]]
@@ -248,7 +248,8 @@ def run_vae_jobs(
         except WanDistError as caught:
             error = f"{type(caught).__name__}: {caught}"
         agreement.take_failure()
-        ends.append(VAEJobEnd(error=error, reports=job.reports, result=tensors[-1], stats=stats))
+        reports = [report for report in job.reports if report[0] != "load"]
+        ends.append(VAEJobEnd(error=error, reports=reports, result=tensors[-1], stats=stats))
     return ends
 
 
