@@ -39,9 +39,8 @@ from devtools.mesh_runs import (
 )
 from workers.checkpoint import reader
 from workers.checkpoint.load import build_model, load_weights
-from workers.checkpoint.memory import free_memory, validate_memory
+from workers.checkpoint.memory import UNLIMITED, free_memory, left_by_group, validate_memory
 from workers.checkpoint.reader import TensorReader
-from workers.checkpoint.sharing import pass_by, read_alone
 from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
@@ -69,18 +68,12 @@ def load(
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
-
-    def milestone(done: int, total: int, error: Exception | None) -> None:
-        pass_by(done, total, error)
-        reports.append((done, total))
-
     bytes_read = load_weights(
         model,
         file,
         tp=tp,
         fsdp=lone_rank("fsdp"),
-        sharing=read_alone(),
-        milestone=milestone,
+        report=lambda done, total: reports.append((done, total)),
     )
     return model, bytes_read, reports
 
@@ -394,6 +387,20 @@ def test_weights_of_exactly_the_free_memory_fit() -> None:
 def test_free_memory_of_the_cpu_is_plausible() -> None:
     page = os.sysconf("SC_PAGE_SIZE")
     assert 2**20 < free_memory(CPU) <= page * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_files_that_the_kernel_keeps_do_not_count_against_a_control_group(tmp_path: Path) -> None:
+    assert left_by_group(tmp_path) == UNLIMITED
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text(
+        "anon 100\nfile 800\ninactive_file 500\nactive_file 250\n"
+    )
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert left_by_group(tmp_path) == 1000 - 900 + 750
+    (tmp_path / "memory.max").write_text("100\n")  # lowered since
+    assert left_by_group(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert left_by_group(tmp_path) == UNLIMITED
 
 
 def test_file_replaced_while_it_is_loaded_is_refused(tmp_path: Path) -> None:

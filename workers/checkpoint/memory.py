@@ -13,6 +13,7 @@ from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 
 GIB = 2**30
+UNLIMITED = 2**62
 
 
 def free_memory(device: torch.device) -> int:
@@ -20,14 +21,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    free = _available_memory(Path("/proc/meminfo"))
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
+    return min(_available_memory(Path("/proc/meminfo")), left_by_group(Path("/sys/fs/cgroup")))
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -90,6 +84,21 @@ def validate_memory(
     raise InsufficientMemoryError(
         f"{whole} {need / GIB:.1f} GiB for the model on {device}, which has {free_bytes / GIB:.1f} GiB free; {remedy}"
     )
+
+
+def left_by_group(group: Path) -> int:
+    """Bytes that the limit of a control group leaves; UNLIMITED without one.
+
+    Files that the kernel keeps in memory count as used there, such as a model that was just read; it gives them up.
+    """
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        kept_files = int(counts["active_file"]) + int(counts["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return UNLIMITED
+    return max(0, limit - used + kept_files)
 
 
 def _available_memory(meminfo: Path) -> int:
