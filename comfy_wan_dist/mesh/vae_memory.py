@@ -95,19 +95,30 @@ def refuse_memory(
     size: LatentSize,
     *,
     ranks: int,
-    need: Callable[[VAESplit], int],
+    memory: VAEMemory,
     budget: int | None,
     free_bytes: int,
 ) -> ConfigError | InsufficientMemoryError:
     """What to raise where `choose_split_within` finds nothing: InsufficientMemoryError if the device is too small."""
     options = possible_splits(size, ranks=ranks) + tiled_splits(size, ranks=ranks)
-    least = min(map(need, options))
+    least = min(map(memory.bytes, options))
     is_budget = budget is not None and budget < free_bytes
     limit = budget if budget is not None and is_budget else free_bytes
-    has = f"{limit / GIB:.2f} GiB {'is the budget' if is_budget else 'is free'}"
+    has = f"{_hundredths(limit)} GiB {'is the budget' if is_budget else 'is free'}"
+    remedies = ["more devices", "a smaller video"]
+    if is_budget:
+        remedies.insert(0, "a larger memory")
+    if memory.item_bytes > 2:
+        remedies.append("vae_dtype bfloat16")
     kind = ConfigError if is_budget else InsufficientMemoryError
     return kind(
-        f"a video of {16 * size.width}x{16 * size.height} takes the VAE at least {least / GIB:.2f} GiB on each rank of "
-        f"{ranks} beside the models, even in the smallest tiles, but {has}; use more devices, a smaller video, or "
-        "vae_dtype bfloat16"
+        f"a video of {16 * size.width}x{16 * size.height} takes the VAE at least {_hundredths(least, up=True)} GiB on "
+        f"each rank of {ranks} beside the models, even in the smallest tiles, but {has}; use "
+        f"{', '.join(remedies[:-1])} or {remedies[-1]}"
     )
+
+
+def _hundredths(size: int, *, up: bool = False) -> str:
+    """GiB, rounded so that what is said to be enough is, and what is not enough looks so."""
+    hundredths = -(-100 * size // GIB) if up else 100 * size // GIB
+    return f"{hundredths / 100:.2f}"
