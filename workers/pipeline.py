@@ -237,7 +237,7 @@ class PlaneRunner:
             raise refuse_memory(
                 size,
                 ranks=self._local_ranks,
-                need=memory.bytes,
+                memory=memory,
                 budget=budget,
                 free_bytes=free_bytes,
             )
