@@ -16,8 +16,8 @@ from typing import Any
 import graphs
 import pytest
 import torch
-from comfy_kit import group_of, latent_of, succeed, tensors_of
-from graphs import MODEL, MODELS, VAE, VAES, image_to_video, save_tensors
+from comfy_kit import bytes_read, group_of, latent_of, succeed, tensors_of
+from graphs import MODEL, MODELS, VAE, VAES, image_to_video, sampled_latent, save_tensors
 from rank_programs import loaded_digests
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -186,3 +186,19 @@ def test_gguf_is_listed_and_gives_the_video_of_its_values(server: ComfyServer) -
         return latent_of(server, succeed(server, graph))
 
     assert torch.equal(latent("tiny.gguf"), latent("values.safetensors"))
+
+
+def test_group_goes_back_to_the_model_before_without_reading_it(server: ComfyServer) -> None:
+    def run(model: str, seed: int) -> None:
+        succeed(server, sampled_latent(seed=seed, steps=1, model=model, has_image=False))
+
+    run(MODEL, 1)
+    run("official/", 1)
+    ranks = group_of(server).ranks
+    size = (server.base / MODELS / MODEL).stat().st_size
+    before = sum(bytes_read(ranks))
+    run(MODEL, 2)
+    run("official/", 2)
+    assert sum(bytes_read(ranks)) - before < size / 4  # messages
+    run("Tiny [diffusers]", 1)
+    assert sum(bytes_read(ranks)) - before > size

@@ -373,6 +373,7 @@ def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
     paths = write_model_shards(tmp_path)
     for path in paths:
         model = read_model_file(str(path))
+        assert model.path == str(paths[0])  # one model, whichever was chosen
         assert model.file_bytes == sum(p.stat().st_size for p in paths)
         assert model.mtime_ns == max(p.stat().st_mtime_ns for p in paths)
         assert {entry.path for entry in model.entries.values()} == {str(p) for p in paths}

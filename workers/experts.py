@@ -1,4 +1,4 @@
-"""Whether both experts of a job fit on a device at once, or take turns there while the other waits in host memory."""
+"""What a job takes on a device, and whether its two experts fit there at once or take turns with host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import SampleRequest
 from comfy_wan_dist.mesh.job import PlannedJob
-from comfy_wan_dist.mesh.memory import rank_memory
+from comfy_wan_dist.mesh.memory import RankMemory, rank_memory
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 
 from .checkpoint.memory import GIB, free_memory, usable_memory
@@ -26,6 +26,12 @@ def margin_for_both(
 
     weights_there: of the experts' weights, what is on the device already.
     """
+    memory = planned_memory(request, shape, groups)
+    return usable_memory(device) + weights_there - memory.total - memory.weights
+
+
+def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) -> RankMemory:
+    """What a job with one model takes on this rank, by the planner's count."""
     batch, _, frames, height, width = request.noisy.shape
     job = PlannedJob(
         shape=shape,
@@ -37,8 +43,7 @@ def margin_for_both(
         text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
         text_batch=request.cond.shape[0],
     )
-    memory = rank_memory(job, groups.degrees, groups.rank)
-    return usable_memory(device) + weights_there - memory.total - memory.weights
+    return rank_memory(job, groups.degrees, groups.rank)
 
 
 def validate_host_memory(weights: int, *, local_ranks: int, caution: float) -> None:

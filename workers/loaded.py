@@ -72,6 +72,13 @@ class ModelSlot:
             and self.held.loaded.model.shape == shape
         )
 
+    def is_outdated_by(self, spec: ModelSpec) -> bool:
+        """Whether it is of the spec's file as it was before."""
+        if self.held is None or self.held.spec.path != spec.path:
+            return False
+        held = self.held.spec
+        return (held.file_bytes, held.mtime_ns) != (spec.file_bytes, spec.mtime_ns)
+
     @property
     def is_parked(self) -> bool:
         return self._parked is not None

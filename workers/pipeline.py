@@ -53,7 +53,7 @@ from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_ch
 from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
 from .checkpoint.sharing import Milestone, build_read_groups
 from .checkpoint.vae import build_vae, load_vae_weights
-from .experts import margin_for_both, validate_host_memory
+from .experts import margin_for_both, planned_memory, validate_host_memory
 from .loaded import HeldModel, LoadedModel, ModelSlot, finish_model
 from .loop import Job, JobStats, Runner
 from .model.wan import WanModel
@@ -98,7 +98,11 @@ class HeldVAE:
 
 
 class PlaneRunner:
-    """Runs requests on this rank's part of the plane, and keeps one transformer and one VAE between them."""
+    """Runs requests on this rank's part of the plane, and keeps transformers and one VAE between them.
+
+    Of two experts it keeps both. Else it keeps the latest model, and the one before where the low-noise expert would
+    be, idle, until the memory is wanted.
+    """
 
     def __init__(
         self, *, plane: PlaneGroups, local_ranks: int, device: torch.device, files: ModelFiles
@@ -152,6 +156,10 @@ class PlaneRunner:
                 request, model, tensor=job.tensor, groups=groups, device=self._device
             ),
         )
+        if request.low_noise is None:
+            memory = planned_memory(request, model.shape, groups)
+            need = memory.total - memory.weights
+            self._let_go(self._low_noise, lambda: self._spare_memory() - need, job)
         loaded.fit_to(run.shards, groups)
 
         def switch() -> WanModel:
@@ -246,22 +254,42 @@ class PlaneRunner:
     def _free_for_vae(self) -> int:
         if self._rank >= self._local_ranks:
             return UNLIMITED  # of another machine, whose ranks have no part
+        return self._spare_memory()
+
+    def _spare_memory(self) -> int:
+        """What this rank may plan with of its device's free memory."""
         free_bytes = usable_memory(self._device)
         if self._device.type == "cpu":
             free_bytes //= self._local_ranks  # they share the machine's
         return int(CAUTION * free_bytes)
 
+    def _let_go(self, slot: ModelSlot, spare: Callable[[], int], job: Job) -> bool:
+        """Clear `slot` if `spare` is negative on any rank. Collectives: two votes, if it has weights on the device."""
+        is_there = slot.held is not None and not slot.is_parked
+        is_wanted = is_there and job.agree_least(together(job, spare)) < 0
+        if is_wanted:
+            slot.clear()
+            self._release_memory()
+        return is_wanted
+
     def _park_model(self, job: Job) -> bool:
-        """Move the transformer's weights to host memory; False where that gains nothing. Collectives: votes."""
+        """Move the transformers' weights to host memory, or let go of the second where that has no room for both.
+
+        False where that gains nothing. Collectives: votes.
+        """
         slots = (self._model, self._low_noise)
         weights = sum(slot.device_bytes() for slot in slots)
-        if not has_own_memory(self._device) or job.agree_least(-weights) == 0:
+        if job.agree_least(-weights) == 0:
             return False
+        if not has_own_memory(self._device):
+            return self._let_go(self._low_noise, lambda: -1, job)
 
         def spare_host_memory() -> int:
             host = torch.device("cpu")
-            return int(CAUTION * free_memory(host)) // self._local_ranks - weights
+            wanted = sum(slot.device_bytes() for slot in slots)
+            return int(CAUTION * free_memory(host)) // self._local_ranks - wanted
 
+        self._let_go(self._low_noise, spare_host_memory, job)
         if job.agree_least(together(job, spare_host_memory)) < 0:
             return False
 
@@ -327,9 +355,11 @@ class PlaneRunner:
             self._model, self._low_noise = self._low_noise, self._model
         if low is None:
             if not self._model.holds_base(high):
+                self._model, self._low_noise = self._low_noise, self._model
+            if self._low_noise.is_outdated_by(high):
                 self._low_noise.clear()
             together(job, self._make_room)
-            return self._have_model(high, self._model, groups, job), False
+            return self._have_model(high, self._model, groups, job, idle=self._low_noise), False
         # What neither slot needs goes before anything is loaded.
         for slot, spec in ((self._model, high), (self._low_noise, low.model)):
             if slot.held is not None and not slot.holds_base(spec):
@@ -390,11 +420,17 @@ class PlaneRunner:
         return True
 
     def _have_model(
-        self, spec: ModelSpec, slot: ModelSlot, groups: MeshGroups, job: Job
+        self,
+        spec: ModelSpec,
+        slot: ModelSlot,
+        groups: MeshGroups,
+        job: Job,
+        idle: ModelSlot | None = None,
     ) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the slot's.
 
-        If it differs in its LoRAs only, no more is read than what they change.
+        If it differs in its LoRAs only, no more is read than what they change. What is `idle` goes where both do not
+        fit.
         """
         if slot.held is not None and slot.held.spec == spec:
             together(job, slot.bring_back)
@@ -428,12 +464,11 @@ class PlaneRunner:
             self._bytes_read += together(job, lambda: merge(held.loaded.model, names))
             slot.held = HeldModel(spec=spec, loaded=held.loaded, changes=changes)
             return held.loaded
-        # The old model goes first: two do not fit where one was sized to.
         slot.clear()
         self._release_memory()
         tp, fsdp, dtype = groups.tp, groups.fsdp, DTYPES[spec.dtype]
 
-        def allocate() -> WanModel:
+        def validate() -> None:
             validate_memory(
                 shape,
                 groups.degrees,
@@ -443,6 +478,19 @@ class PlaneRunner:
                 device=self._device,
                 free_bytes=free_memory(self._device),
             )
+
+        def spare() -> int:
+            try:
+                validate()
+            except InsufficientMemoryError:
+                return -1
+            return 0
+
+        if idle is not None:
+            self._let_go(idle, spare, job)
+
+        def allocate() -> WanModel:
+            validate()
             return build_model(
                 shape, pp=groups.pp, tp=tp, fsdp=fsdp, dtype=dtype, device=self._device
             )
@@ -482,6 +530,7 @@ class PlaneRunner:
             return self._vae.vae
         self._vae = None
         self._release_memory()
+        self._let_go(self._low_noise, lambda: self._spare_memory() - spec.file_bytes, job)
 
         dtype = DTYPES[spec.dtype]
         vae, entries = together(

@@ -63,11 +63,10 @@ class ModelFile:
 def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     """Read the model at `path`: a safetensors or GGUF file, any shard of several, or a folder as files.py has it.
 
-    component: which subfolder is meant of a folder of diffusers. The result's path is that of a file.
+    component: which subfolder is meant of a folder of diffusers. The result's path is that of the first file.
     Raises ModelFileError: unreadable, neither of them, truncated, overlapping, or a missing shard.
     """
-    given = Path(path)
-    files = files_of(given, component=component)
+    files = files_of(Path(path), component=component)
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
@@ -86,7 +85,7 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
         file_bytes += size
         mtime_ns = max(mtime_ns, modified)
     return ModelFile(
-        path=str(given if given in files else files[0]),
+        path=str(files[0]),
         entries=entries,
         file_bytes=file_bytes,
         mtime_ns=mtime_ns,
