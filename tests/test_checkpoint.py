@@ -41,6 +41,7 @@ from workers.checkpoint import reader
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.memory import UNLIMITED, free_memory, left_by_group, validate_memory
 from workers.checkpoint.reader import TensorReader
+from workers.checkpoint.sharing import pass_by, read_alone
 from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
@@ -68,12 +69,18 @@ def load(
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
+
+    def milestone(done: int, total: int, error: Exception | None) -> None:
+        pass_by(done, total, error)
+        reports.append((done, total))
+
     bytes_read = load_weights(
         model,
         file,
         tp=tp,
         fsdp=lone_rank("fsdp"),
-        report=lambda done, total: reports.append((done, total)),
+        sharing=read_alone(),
+        milestone=milestone,
     )
     return model, bytes_read, reports
 

@@ -138,6 +138,13 @@ def without(name: str) -> dict[str, Tensor]:
             "lacks the tensor decoder.upsamples.0.upsamples.0.residual.2.weight",
         ),
         (lambda: without("") | {"extra": torch.zeros(1)}, "VAE does not have, 'extra';"),
+        (
+            lambda: (
+                of_diffusers(TINY_VAE)
+                | {f"decoder.up_blocks.0.resnets.{'9' * 5000}.norm1.gamma": torch.zeros(1)}
+            ),
+            "has 1 tensors that a Wan2.2 VAE does not have, 'decoder.up_blocks.0.resnets.99",
+        ),
         (lambda: without("") | {"empty": torch.zeros(0)}, "has 197 tensors, or empty ones"),
         (
             lambda: without("") | {str(i): torch.zeros(1) for i in range(900)},

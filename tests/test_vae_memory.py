@@ -7,8 +7,9 @@ stopped; weights moved to the host and back. Not covered: CUDA, where there is s
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -26,10 +27,10 @@ from vae_kit import (
     run_jobs,
     write_vae_file,
 )
-from vae_programs import VAEJob, nothing_around_a_part, sample_decode_sample
+from vae_programs import Turn, TurnEnd, VAEJob, nothing_around_a_part, sample_and_decode
 
 from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError
-from comfy_wan_dist.ipc.messages import VAESpec
+from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.vae_memory import (
@@ -237,12 +238,42 @@ def test_refusal_says_whose_limit_it_is_and_the_least_that_would_do() -> None:
     memory = VAEMemory(direction=Direction.DECODE, dim=2**16, item_bytes=4)
 
     def refuse(budget: int | None, free_bytes: int) -> Exception:
-        return refuse_memory(size, ranks=1, need=memory.bytes, budget=budget, free_bytes=free_bytes)
+        return refuse_memory(size, ranks=1, memory=memory, budget=budget, free_bytes=free_bytes)
 
     assert type(refuse(2**20, 2**30)) is ConfigError
     assert type(refuse(2**40, 2**30)) is type(refuse(None, 2**30)) is InsufficientMemoryError
-    assert "even in the smallest tiles, but 1.00 GiB is free; use" in str(refuse(None, 2**30))
-    assert "but 0.50 GiB is the budget; use more devices" in str(refuse(2**29, 2**30))
+    assert (
+        "even in the smallest tiles, but 1.00 GiB is free; use more devices, a smaller video or vae_dtype bfloat16"
+    ) in str(refuse(None, 2**30))
+    assert "but 0.50 GiB is the budget; use a larger memory, more devices, a" in str(
+        refuse(2**29, 2**30)
+    )
+    half = replace(memory, item_bytes=2)
+    assert str(refuse_memory(size, ranks=1, memory=half, budget=None, free_bytes=1)).endswith(
+        "use more devices or a smaller video"
+    )
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_least_that_a_refusal_names_is_enough(ranks: int, direction: Direction) -> None:
+    memory = VAEMemory(direction=direction, dim=256, item_bytes=2)
+    for height in range(30, 45):
+        size = LatentSize(frames=2, height=height, width=80)
+        options = tiled_splits(size, ranks=ranks)
+        least = min(map(memory.bytes, options))
+
+        def choose(limit: int, size: LatentSize = size) -> VAESplit | None:
+            return choose_split_within(size, ranks=ranks, need=memory.bytes, limit=limit)
+
+        message = str(
+            refuse_memory(size, ranks=ranks, memory=memory, budget=least - 1, free_bytes=2**40)
+        )
+        said = re.search(r"at least ([\d.]+) GiB .* but ([\d.]+) GiB", message)
+        assert said is not None
+        enough, had = (round(float(text) * 2**30) for text in said.groups())
+        assert choose(had) is None
+        assert choose(enough) is not None
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -354,52 +385,100 @@ SHAPE = WanShape(dim=256, ffn_dim=512, num_layers=2, in_dim=48, out_dim=48, text
 EULER = Schedule(solver="euler", sigmas=(1.0, 0.5, 0.0), guidance=1.0)
 
 
-@pytest.mark.parametrize("mesh", ["single", "tp2", "ulysses2-fsdp", "pp2"])
-def test_transformer_makes_room_for_the_vae_and_comes_back(
-    mesh: str, rank_pool: RankPool, spec: VAESpec, single: OneProcess, tmp_path: Path
-) -> None:
-    path = tmp_path / "m.safetensors"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    path = tmp_path_factory.mktemp("model") / "m.safetensors"
     write_transformer(path, SHAPE, seed=4)
-    ranks = mesh_degrees(mesh).world_size
+    return model_spec(path)
+
+
+SAMPLE = Turn()
+PLENTY = 2**30
+
+
+def run_turns(
+    rank_pool: RankPool, mesh: str, model: ModelSpec, vae: VAESpec, *turns: Turn, **options: int
+) -> list[list[TurnEnd]]:
+    """For each turn how it ended on each rank."""
     answers = rank_pool.run(
-        ranks,
-        sample_decode_sample,
+        mesh_degrees(mesh).world_size,
+        partial(sample_and_decode, **options),
         mesh,
-        model_spec(path),
-        spec,
+        model,
+        vae,
         CASES[0].inputs(SHAPE, is_guided=False),
         EULER,
         make_inputs(CONFIG, WIDE).latent,
-        (1000, 2**30),
+        turns,
     )
-    assert relative_error(joined([run[0][1] for run in answers]), single(WIDE)[DECODE]) <= LIMIT
-    first, _, again = answers[0][0]
-    assert torch.equal(first, again)
-    for _, costs, held in answers:
-        assert held[0] == held[2] > 0 == held[1]
-        assert costs[2].bytes_read == 0
-        assert "tiles" not in costs[1].note
+    return [list(ends) for ends in zip(*answers, strict=True)]
+
+
+def assert_decoded(ends: list[TurnEnd], single: OneProcess) -> None:
+    assert {end.error for end in ends} == {"no error"}
+    assert relative_error(joined([end.result for end in ends]), single(WIDE)[DECODE]) <= LIMIT
+
+
+@pytest.mark.parametrize("mesh", ["single", "tp2", "ulysses2-fsdp", "pp2"])
+def test_transformer_makes_room_for_the_vae_and_comes_back(
+    mesh: str, rank_pool: RankPool, spec: VAESpec, model: ModelSpec, single: OneProcess
+) -> None:
+    decode = Turn(is_decode=True, free_bytes=(1000, PLENTY))
+    first, decoded, again = run_turns(rank_pool, mesh, model, spec, SAMPLE, decode, SAMPLE)
+    assert_decoded(decoded, single)
+    assert torch.equal(first[0].result, again[0].result)
+    for before, between, after in zip(first, decoded, again, strict=True):
+        assert before.held == after.held > 0 == between.held
+        assert after.stats.bytes_read == 0
+        assert "tiles" not in between.stats.note
 
 
 def test_tiles_are_taken_where_the_weights_make_too_little_room(
-    rank_pool: RankPool, spec: VAESpec, single: OneProcess, tmp_path: Path
+    rank_pool: RankPool, spec: VAESpec, model: ModelSpec, single: OneProcess
 ) -> None:
-    path = tmp_path / "m.safetensors"
-    write_transformer(path, SHAPE, seed=4)
     memory = VAEMemory(direction=Direction.DECODE, dim=8, item_bytes=4)
-    (answer,) = rank_pool.run(
-        1,
-        sample_decode_sample,
-        "single",
-        model_spec(path),
+    free_bytes = (1000, memory.bytes(tiled(3, 1, 60, tiles=4)))
+    decode = Turn(is_decode=True, free_bytes=free_bytes)
+    _, decoded = run_turns(rank_pool, "single", model, spec, SAMPLE, decode)
+    assert_decoded(decoded, single)
+    assert "each part in 4 tiles" in decoded[0].stats.note
+
+
+def test_weights_that_left_some_ranks_only_leave_the_others_next_time(
+    rank_pool: RankPool, spec: VAESpec, model: ModelSpec, single: OneProcess
+) -> None:
+    first, failed, decoded, again = run_turns(
+        rank_pool,
+        "tp2",
+        model,
         spec,
-        CASES[0].inputs(SHAPE, is_guided=False),
-        EULER,
-        make_inputs(CONFIG, WIDE).latent,
-        (1000, memory.bytes(tiled(3, 1, 60, tiles=4))),
+        SAMPLE,
+        Turn(is_decode=True, free_bytes=(1000,)),
+        Turn(is_decode=True, free_bytes=(1000, PLENTY)),
+        SAMPLE,
+        no_host_memory_on=1,
     )
-    assert relative_error(answer[0][1], single(WIDE)[DECODE]) <= LIMIT
-    assert "each part in 4 tiles" in answer[1][1].note
+    assert {end.error for end in failed} == {"RemoteError: rank 1: MemoryError: none left"}
+    assert [end.held > 0 for end in failed] == [False, True]
+    assert_decoded(decoded, single)
+    assert [end.held for end in decoded] == [0, 0]
+    assert torch.equal(first[0].result, again[0].result)
+
+
+def test_weights_of_transformer_and_vae_that_do_not_fit_side_by_side_take_turns(
+    rank_pool: RankPool, spec: VAESpec, model: ModelSpec, single: OneProcess
+) -> None:
+    decode = Turn(is_decode=True, free_bytes=(PLENTY,), usable=(1000,))
+    sample = Turn(usable=(1000,))
+    turns = (SAMPLE, decode, sample, replace(decode, usable=(PLENTY,)), SAMPLE)
+    ends = run_turns(rank_pool, "tp2", model, spec, *turns)
+    for decoded in (ends[1], ends[3]):
+        assert_decoded(decoded, single)
+        assert all(end.stats.bytes_read > 0 for end in decoded)
+    assert [end[0].held > 0 for end in ends] == [True, False, True, True, True]
+    for again in (ends[2], ends[4]):
+        assert torch.equal(ends[0][0].result, again[0].result)
+        assert {end.stats.bytes_read for end in again} == {0}
 
 
 def test_parked_weights_keep_their_values_and_what_they_share() -> None:

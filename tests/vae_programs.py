@@ -21,12 +21,14 @@ from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import JobRequest, ModelSpec, VAESpec
 from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
 from devtools.vae_runs import build_decode, build_encode
-from workers import pipeline
+from workers import loaded, pipeline
+from workers.checkpoint.memory import UNLIMITED
 from workers.loop import JobStats
 from workers.parallel import vae_share
 from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae_temporal import RelayedHistory
+from workers.parked import ParkedWeights
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -253,7 +255,29 @@ def run_vae_jobs(
     return ends
 
 
-def sample_decode_sample(
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A sampling, or else a decode, on devices that have so many bytes left.
+
+    free_bytes: each time the VAE asks for its tensors. usable: each time it is weights that need room.
+    """
+
+    is_decode: bool = False
+    free_bytes: tuple[int, ...] = ()
+    usable: tuple[int, ...] = (UNLIMITED,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnd:
+    """held: bytes of the transformer's weights on the device afterwards."""
+
+    error: str
+    result: Tensor
+    stats: JobStats
+    held: int
+
+
+def sample_and_decode(
     rank: int,
     mesh: str,
     model: ModelSpec,
@@ -261,27 +285,42 @@ def sample_decode_sample(
     inputs: Inputs,
     schedule: Schedule,
     latent: Tensor,
-    free_bytes: tuple[int, ...],
-) -> tuple[list[Tensor], list[JobStats], list[int]]:
-    """A decode between two equal samplings, on devices that have so much free each time they are asked.
+    turns: Sequence[Turn],
+    no_host_memory_on: int | None = None,
+) -> list[TurnEnd]:
+    """Equal samplings and equal decodes on one runner, on devices with memory of their own.
 
-    The three results, their costs, and the bytes of weights on the device after each.
+    no_host_memory_on: the rank whose weights do not get away the first time.
     """
     runner, agreement = build_local_runner(rank, mesh)
-    sampling, sampling_tensors = build_request(model, inputs, schedule, mesh=mesh)
-    decoding, decoding_tensors = build_decode(vae, latent)
-    results, costs, held = [], [], []
+    park = [MemoryError("none left")] if rank == no_host_memory_on else []
+    ends = []
     with (
         mock.patch.object(pipeline, "has_own_memory", return_value=True),
-        mock.patch.object(runner, "_free_for_vae", side_effect=free_bytes),
+        mock.patch.object(loaded, "ParkedWeights", side_effect=lambda x: fail_once(park, x)),
     ):
-        for request, tensors in (
-            (sampling, sampling_tensors),
-            (decoding, decoding_tensors),
-            (sampling, sampling_tensors),
-        ):
-            job = LocalJob(tensors, agreement)
-            costs.append(runner.run(request, job))  # type: ignore[arg-type]
-            results.append(tensors[-1].clone())
-            held.append(runner._model.device_bytes())
-    return results, costs, held
+        for turn in turns:
+            request: JobRequest
+            if turn.is_decode:
+                request, tensors = build_decode(vae, latent)
+            else:
+                request, tensors = build_request(model, inputs, schedule, mesh=mesh)
+            error, stats = "no error", JobStats()
+            with (
+                mock.patch.object(runner, "_free_for_vae", side_effect=turn.free_bytes),
+                mock.patch.object(runner, "_usable", side_effect=turn.usable),
+            ):
+                try:
+                    stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+                except WanDistError as caught:
+                    error = f"{type(caught).__name__}: {caught}"
+            agreement.take_failure()
+            held = runner._model.device_bytes()
+            ends.append(TurnEnd(error=error, result=tensors[-1].clone(), stats=stats, held=held))
+    return ends
+
+
+def fail_once(errors: list[MemoryError], model: nn.Module) -> ParkedWeights:
+    if errors:
+        raise errors.pop()
+    return ParkedWeights(model)

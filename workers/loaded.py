@@ -83,6 +83,11 @@ class ModelSlot:
     def is_parked(self) -> bool:
         return self._parked is not None
 
+    @property
+    def parked_bytes(self) -> int:
+        """What `bring_back` needs room for."""
+        return 0 if self._parked is None else self._parked.bytes
+
     def device_bytes(self) -> int:
         """Of its weights, as far as they are on the device."""
         return 0 if self.held is None else weight_bytes(self.held.loaded.model)

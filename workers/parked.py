@@ -20,6 +20,11 @@ class ParkedWeights:
         for storage, _ in self._kept:
             storage.resize_(0)
 
+    @property
+    def bytes(self) -> int:
+        """What is still in host memory."""
+        return sum(copy.nbytes() for _, copy in self._kept)
+
     def bring_back(self) -> None:
         """Raises torch.OutOfMemoryError; what is back by then stays, and it may be called again."""
         while self._kept:

@@ -50,9 +50,15 @@ from comfy_wan_dist.model_file.wan import WanFile, read_wan_file, validate_exper
 from .checkpoint.files import ModelFiles, Spec
 from .checkpoint.load import build_model, load_weights
 from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_changes
-from .checkpoint.memory import free_memory, has_own_memory, usable_memory, validate_memory
+from .checkpoint.memory import (
+    UNLIMITED,
+    free_memory,
+    has_own_memory,
+    usable_memory,
+    validate_memory,
+)
 from .checkpoint.sharing import Milestone, build_read_groups
-from .checkpoint.vae import build_vae, load_vae_weights
+from .checkpoint.vae import build_vae, load_vae_weights, vae_bytes
 from .experts import margin_for_both, planned_memory, validate_host_memory
 from .loaded import HeldModel, LoadedModel, ModelSlot, finish_model
 from .loop import Job, JobStats, Runner
@@ -76,7 +82,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 CAUTION = 0.9
 """Of the free memory that the VAE may plan with: it takes somewhat more than planned."""
-UNLIMITED = 2**62
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +171,7 @@ class PlaneRunner:
             low = self._low_noise
             if take_turns:
                 together(job, self._model.park)
-                together(job, low.bring_back)
+                self._bring_back(low, job)
             assert low.held is not None, "it was loaded before the first step"
             low.held.loaded.fit_to(run.shards, groups)
             return low.held.loaded.model
@@ -258,15 +263,22 @@ class PlaneRunner:
 
     def _spare_memory(self) -> int:
         """What this rank may plan with of its device's free memory."""
+        return int(CAUTION * self._usable())
+
+    def _usable(self) -> int:
+        """Free bytes for this rank."""
         free_bytes = usable_memory(self._device)
-        if self._device.type == "cpu":
-            free_bytes //= self._local_ranks  # they share the machine's
-        return int(CAUTION * free_bytes)
+        return free_bytes // self._local_ranks if self._device.type == "cpu" else free_bytes
 
     def _let_go(self, slot: ModelSlot, spare: Callable[[], int], job: Job) -> bool:
-        """Clear `slot` if `spare` is negative on any rank. Collectives: two votes, if it has weights on the device."""
-        is_there = slot.held is not None and not slot.is_parked
-        is_wanted = is_there and job.agree_least(together(job, spare)) < 0
+        """Clear `slot` if `spare` is negative on any rank where it has weights on the device.
+
+        Collectives: two votes, if it has a model. Where parking failed, only some ranks have it on the device.
+        """
+        if slot.held is None:
+            return False
+        number = together(job, lambda: UNLIMITED if slot.is_parked else spare())
+        is_wanted = job.agree_least(number) < 0
         if is_wanted:
             slot.clear()
             self._release_memory()
@@ -301,6 +313,17 @@ class PlaneRunner:
         if self._rank == 0:
             logger.info("the transformer's weights moved to host memory, to make room for the VAE")
         return True
+
+    def _bring_back(self, slot: ModelSlot, job: Job) -> None:
+        """Undo `_park_model`. Where the VAE has taken the room since, it goes. Collectives: votes."""
+
+        def spare_memory() -> int:
+            return self._usable() - parked if (parked := slot.parked_bytes) else UNLIMITED
+
+        if job.agree_least(together(job, spare_memory)) < 0:
+            self._vae = None
+            self._release_memory()
+        together(job, slot.bring_back)
 
     def _share_vae(self, vae: WanVAE, split: VAESplit) -> VAEShare:
         """This rank's share of a video. Collectives: the making of new groups.
@@ -433,7 +456,7 @@ class PlaneRunner:
         fit.
         """
         if slot.held is not None and slot.held.spec == spec:
-            together(job, slot.bring_back)
+            self._bring_back(slot, job)
             return slot.held.loaded
         file, changes = together(job, lambda: self._recognise(spec, groups.degrees))
         shape = changed_shape(file.shape, changes)
@@ -458,7 +481,7 @@ class PlaneRunner:
             return bytes_read
 
         if slot.held is not None and slot.differs_in_loras(spec, shape):
-            together(job, slot.bring_back)
+            self._bring_back(slot, job)
             held, slot.held = slot.held, None  # half changed it is none
             names = changed_parameters(held.changes, changes)
             self._bytes_read += together(job, lambda: merge(held.loaded.model, names))
@@ -530,9 +553,13 @@ class PlaneRunner:
             return self._vae.vae
         self._vae = None
         self._release_memory()
-        self._let_go(self._low_noise, lambda: self._spare_memory() - spec.file_bytes, job)
-
         dtype = DTYPES[spec.dtype]
+
+        def spare_memory() -> int:
+            return self._usable() - vae_bytes(self._files.read(spec).path, dtype=dtype)
+
+        if job.agree_least(together(job, spare_memory)) < 0:
+            self._park_model(job)
         vae, entries = together(
             job,
             lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._device),

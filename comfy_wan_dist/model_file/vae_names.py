@@ -42,8 +42,8 @@ RESNET_PATHS = {
     "conv_shortcut": "shortcut",
 }
 LEVEL = re.compile(
-    r"(?P<half>encoder|decoder)\.(?P<way>down|up)_blocks\.(?P<level>\d+)"
-    r"\.(?:resnets\.(?P<resnet>\d+)|(?:down|up)sampler)\.(?P<rest>.+)"
+    r"(?P<half>encoder|decoder)\.(?P<way>down|up)_blocks\.(?P<level>[0-9]{1,4})"
+    r"\.(?:resnets\.(?P<resnet>[0-9]{1,4})|(?:down|up)sampler)\.(?P<rest>.+)"
 )
 PATH = re.compile(
     rf"(?P<half>(?:encoder\.|decoder\.)?)(?P<path>{'|'.join(map(re.escape, DIFFUSERS_PATHS))})\.(?P<rest>.+)"

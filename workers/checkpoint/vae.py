@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +25,12 @@ DTYPES = ("F32", "F16", "BF16", "F64")
 
 # The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
 MOST_TENSORS = 1000
+
+
+def vae_bytes(path: str, *, dtype: torch.dtype) -> int:
+    """What the weights of the VAE in `path` take. Raises ModelFileError."""
+    entries = official_vae_tensors(read_model_file(path).entries, label=Path(path).name)
+    return sum(math.prod(entry.shape) for entry in entries.values()) * dtype.itemsize
 
 
 def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
