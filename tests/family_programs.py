@@ -9,7 +9,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import LowNoise, ModelSpec
 from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
-from workers import pipeline
+from workers import room, transformers
 
 
 def sample_in_turns(
@@ -30,14 +30,14 @@ def sample_in_turns(
     alone = [build_request(each, inputs, schedule, mesh=mesh) for each in (low_noise.model, spec)]
     results, read, held = [], [], []
     with (
-        mock.patch.object(pipeline, "has_own_memory", return_value=True),
-        mock.patch.object(pipeline, "margin_for_both", side_effect=margins),
+        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(transformers, "margin_for_both", side_effect=margins),
     ):
         for request, tensors in (*[(both, both_tensors)] * len(margins), *alone):
             stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
             results.append(tensors[-1].clone())
             read.append(stats.bytes_read)
-            held.append((runner._model.device_bytes(), runner._low_noise.device_bytes()))
+            held.append((runner._transformers.model.device_bytes(), runner._transformers.low_noise.device_bytes()))
     return results, read, held
 
 
@@ -54,8 +54,8 @@ def error_without_host_memory(
     request, tensors = build_request(spec, inputs, schedule, mesh=mesh, low_noise=low_noise)
     error = "no error"
     with (
-        mock.patch.object(pipeline, "has_own_memory", return_value=True),
-        mock.patch.object(pipeline, "margin_for_both", return_value=-1),
+        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(transformers, "margin_for_both", return_value=-1),
         mock.patch("workers.experts.free_memory", return_value=1000),
     ):
         try:

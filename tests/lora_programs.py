@@ -64,11 +64,11 @@ def run_specs(
                 )
             )
             continue
-        assert runner._model.held is not None
+        assert runner._transformers.model.held is not None
         fsdp = runner._plane.for_mesh(mesh_degrees(mesh)).fsdp
         digests = {
             name: digest(local_part(parameter, fsdp)[0])
-            for name, parameter in runner._model.held.loaded.model.named_parameters()
+            for name, parameter in runner._transformers.model.held.loaded.model.named_parameters()
         }
         runs.append(RunOnRank(result=result, bytes_read=stats.bytes_read, digests=digests))
     return runs

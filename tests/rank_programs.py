@@ -285,11 +285,11 @@ def held_weight_bytes(
     runner, agreement = build_local_runner(rank, mesh)
     request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
     runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
-    assert runner._model.held is not None
+    assert runner._transformers.model.held is not None
     groups = runner._plane.for_mesh(mesh_degrees(mesh))
     storages = (
         local_part(parameter, groups.fsdp)[0].untyped_storage()
-        for parameter in runner._model.held.loaded.model.parameters()
+        for parameter in runner._transformers.model.held.loaded.model.parameters()
     )
     return sum(storage.nbytes() for storage in storages)
 

@@ -327,7 +327,7 @@ def test_model_that_does_not_fit_is_refused_without_being_read(tmp_path: Path) -
     message = str(caught.value)
     assert message.startswith("mesh single needs 10369.9 GiB for the model on cpu, which has ")
     assert message.endswith("no mesh of these devices would fit: use more or larger devices")
-    assert runner._bytes_read == 0
+    assert runner._transformers.bytes_read == 0
 
 
 def memory_error(

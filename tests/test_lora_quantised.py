@@ -137,8 +137,8 @@ def test_merged_weights_are_within_half_a_step(name: str, forms: dict[str, Form]
     form = forms[name]
     runner, agreement = build_local_runner(0, "single")
     lora_programs.run_on(runner, agreement, "single", form.changed, inputs_of(form), ONE_STEP)
-    assert runner._model.held is not None
-    model = runner._model.held.loaded.model
+    assert runner._transformers.model.held is not None
+    model = runner._transformers.model.held.loaded.model
     expected = merged(form.values, (form.parts, STRENGTH))
     touched = {key for key in expected if not torch.equal(expected[key], form.values[key])}
     packed = packed_weights(model)

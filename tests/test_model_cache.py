@@ -32,7 +32,7 @@ from devtools.mesh_runs import (
     model_spec,
 )
 from devtools.rank_pool import RankPool
-from workers import pipeline
+from workers import room
 from workers.loaded import HeldModel, ModelSlot
 
 SHAPE = WanShape(dim=256, ffn_dim=128, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -89,7 +89,7 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
     inputs = CASE.inputs(SHAPE, is_guided=False)
 
     def slots() -> list[ModelSlot]:
-        return [runner._low_noise, runner._model]
+        return [runner._transformers.low_noise, runner._transformers.model]
 
     def label(slot: ModelSlot) -> str:
         name = "" if slot.held is None else Path(slot.held.spec.path).stem
@@ -110,12 +110,12 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
         with (
             # Asked for the host's when a VAE job moves weights there, else for the device's.
             mock.patch.object(
-                pipeline,
+                room,
                 "free_memory",
                 free_memory if isinstance(moment.spec, ModelSpec) else host_memory,
             ),
-            mock.patch.object(pipeline, "usable_memory", free_memory),
-            mock.patch.object(pipeline, "has_own_memory", return_value=True),
+            mock.patch.object(room, "usable_memory", free_memory),
+            mock.patch.object(room, "has_own_memory", return_value=True),
         ):
             try:
                 bytes_read = runner.run(request, LocalJob(tensors, agreement)).bytes_read  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import JobRequest, ModelSpec, VAESpec
 from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
 from devtools.vae_runs import build_decode, build_encode
-from workers import loaded, pipeline
+from workers import loaded, room
 from workers.checkpoint.memory import UNLIMITED
 from workers.loop import JobStats
 from workers.parallel import vae_share
@@ -296,7 +296,7 @@ def sample_and_decode(
     park = [MemoryError("none left")] if rank == no_host_memory_on else []
     ends = []
     with (
-        mock.patch.object(pipeline, "has_own_memory", return_value=True),
+        mock.patch.object(room, "has_own_memory", return_value=True),
         mock.patch.object(loaded, "ParkedWeights", side_effect=lambda x: fail_once(park, x)),
     ):
         for turn in turns:
@@ -308,14 +308,14 @@ def sample_and_decode(
             error, stats = "no error", JobStats()
             with (
                 mock.patch.object(runner, "_free_for_vae", side_effect=turn.free_bytes),
-                mock.patch.object(runner, "_usable", side_effect=turn.usable),
+                mock.patch.object(runner._room, "usable", side_effect=turn.usable),
             ):
                 try:
                     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
                 except WanDistError as caught:
                     error = f"{type(caught).__name__}: {caught}"
             agreement.take_failure()
-            held = runner._model.device_bytes()
+            held = runner._transformers.model.device_bytes()
             ends.append(TurnEnd(error=error, result=tensors[-1].clone(), stats=stats, held=held))
     return ends
 
