@@ -234,7 +234,8 @@ def test_sampler_reports_mesh_and_ledger(server: ComfyServer, seed: int) -> None
     graph["text"] = node("PreviewAny", source=["sampler", 1])
     report = succeed(server, graph).outputs["text"]["text"][0]
     assert report.startswith("mesh cfg2-ulysses2, 4 ranks, ")
-    assert {line.split()[0] for line in report.splitlines()[2:]} == {"cfg", "ulysses"}
+    assert report.splitlines()[1].startswith("peak memory by rank ")
+    assert {line.split()[0] for line in report.splitlines()[3:]} == {"cfg", "ulysses"}
 
 
 def test_text_to_video_yields_frames(server: ComfyServer, seed: int) -> None:
@@ -499,7 +500,7 @@ def test_model_is_read_once_and_again_only_when_its_file_is_replaced(
     size = path.stat().st_size
 
     def run(seed: int) -> tuple[Tensor, int]:
-        """The latent, and the most that any rank has read for it."""
+        """The latent, and what the ranks have read for it."""
         # Whatever has to start starts before the count.
         succeed(server, start_latent(seed=seed, batch_size=1 + seed % 3))
         group = group_of(server)
@@ -507,22 +508,22 @@ def test_model_is_read_once_and_again_only_when_its_file_is_replaced(
         log_size = len(server.log)
         result = succeed(server, sampled_latent(seed=seed, steps=2, model=path.name))
         assert group_of(server).pids == group.pids
-        deltas = [now - then for now, then in zip(bytes_read(group.ranks), before, strict=True)]
+        read = sum(bytes_read(group.ranks)) - sum(before)
         (said,) = re.findall(
             r"SampleRequest on mesh cfg2-ulysses2: .* s, (\d+) bytes", server.log[log_size:]
         )
-        assert (int(said) == 0) == (max(deltas) < size / 10)
+        assert (int(said) == 0) == (read < size / 10)
         percent = [value for value, most in progress_of(result, "sampler") if most == 100]
         assert bool(percent) == (int(said) > 0)
         assert percent == sorted(set(percent))
-        return latent_of(server, result), max(deltas)
+        return latent_of(server, result), read
 
     first, first_read = run(seed)
     second, second_read = run(seed + 1)
     write_transformer(path, TINY_TRANSFORMER, seed=22)
     third, third_read = run(seed + 1)
     assert first_read >= 0.99 * size
-    assert second_read < 0.02 * size
+    assert second_read < 0.05 * size
     assert third_read >= 0.99 * size
     assert not torch.equal(second, third)
     assert not torch.equal(first, second)
