@@ -69,6 +69,15 @@ def test_plan_prints_a_table_without_loading_torch() -> None:
     assert "\nauto: cfg2-ulysses4. " in done.stdout
 
 
+@pytest.mark.parametrize("model", ["t2v-14b", "ti2v-5b"])
+def test_plan_names_the_size_that_was_asked_for(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether a token is 16 pixels wide or 32."""
+    assert main(["plan", "--model", model, "--devices", "2xH100", "--size", "480x832"]) == 0
+    assert capsys.readouterr().out.startswith("832 x 480 pixels (width x height)")
+
+
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORKED_EXAMPLE, "--json", "--cfg", "1", "--steps", "20"]) == 0
     values = json.loads(capsys.readouterr().out)

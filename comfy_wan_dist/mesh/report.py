@@ -46,6 +46,7 @@ def shown_options(plan: Plan, rows: int = ROWS) -> list[MeshOption]:
 def plan_text(plan: Plan) -> str:
     """The job, a table of meshes, the ones to take with the reasons, and what is guessed."""
     job, device = plan.job, plan.pool.weakest
+    pixels = 2 * job.shape.vae_stride
     guided = "with guidance" if job.guided else "without guidance (cfg 1)"
     rows = [
         [
@@ -84,7 +85,7 @@ def plan_text(plan: Plan) -> str:
     ]
     return "\n".join(
         [
-            f"{32 * job.grid.columns} x {32 * job.grid.rows} pixels (width x height), "
+            f"{pixels * job.grid.columns} x {pixels * job.grid.rows} pixels (width x height), "
             f"{4 * job.grid.frames - 3} frames, "
             f"{job.grid.tokens} tokens ({job.grid.frames} x {job.grid.rows} x {job.grid.columns}), {job.steps} steps, "
             f"batch {job.batch}, {guided}, {job.dtype}, on {plan.pool}",
