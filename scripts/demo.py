@@ -155,6 +155,7 @@ class ProgressPrinter:
 
     def __init__(self, prompt: Mapping[str, Any]) -> None:
         self._titles = {id: node["_meta"]["title"] for id, node in prompt.items()}
+        self._is_loading = False
 
     def __call__(self, event: Event) -> None:
         title = self._titles.get(str(event.data.get("node")), "")
@@ -163,7 +164,11 @@ class ProgressPrinter:
         elif event.kind == "progress" and title:
             value, total = event.data["value"], event.data["max"]
             # A model that loads is counted in per cent.
-            say(f"  loading: {value} %" if total == 100 else f"  {value} of {total}")
+            was_loading, self._is_loading = self._is_loading, total == 100
+            if not self._is_loading:
+                say(f"  {title}: {value} of {total}")
+            elif not was_loading:
+                say(f"  {title}: loading its weights")
 
 
 def saved_video(outputs: Mapping[str, Any]) -> dict[str, str]:
