@@ -542,7 +542,7 @@ def test_numbers_that_cannot_be_sampled_with_are_refused(
         ("0.5,0.75,0", 0, ["value 1", "0.75 after 0.5", "must fall"]),
         ("14.6,3,0", 0, ["value 0", "14.6", "flow models"]),
         ("1,0.5,-0.1", 0, ["value 2"]),
-        ("1,0.5,0", 1, ["shape [1, 3]", "BasicScheduler"]),
+        ("1,0.5,0", 1, ["shape [1, 3]", "OptimalStepsScheduler"]),
     ],
 )
 def test_sigmas_that_cannot_be_sampled_with_are_refused(
@@ -675,9 +675,10 @@ def test_model_outside_the_folders_is_refused(
     [
         ("sampler", "sampler_name", "choose uni_pc"),
         ("sampler", "scheduler", "choose simple"),
-        ("sampler", "few_step", "choose FastWan"),
+        ("sampler", "few_step", "choose 'FastWan, 3 steps', 'Turbo, 4 steps' or 'off'"),
         ("model", "dtype", "choose auto"),
         ("decode", "vae_dtype", "choose auto"),
+        ("decode", "image_dtype", "choose float32"),
     ],
 )
 def test_choice_that_is_not_offered_is_refused(

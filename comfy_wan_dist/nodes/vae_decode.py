@@ -70,6 +70,10 @@ class VAEDecode(io.ComfyNode):
         memory: str = "auto",
     ) -> io.NodeOutput:
         memory_bytes = parse_memory(memory)
+        if image_dtype not in IMAGE_DTYPES:
+            raise ConfigError(
+                f"image_dtype {image_dtype!r} is not offered; choose {', '.join(IMAGE_DTYPES)}"
+            )
         planes = session.planes_of(model)
         spec = resolve_vae(
             comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
