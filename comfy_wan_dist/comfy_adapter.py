@@ -24,10 +24,10 @@ import torch
 from PIL.Image import Image as PILImage
 from torch import Tensor
 
-from .ipc.errors import ConfigError
+from .ipc.errors import ConfigError, ModelFileError
 from .mesh.devices import DeviceList
 from .mesh.shape import TI2V_CHANNELS, WanShape
-from .model_file.files import GGUF_SUFFIX
+from .model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES
 from .model_list import folder_named, listed_names
 from .schedules import Schedule, flow_timesteps, given_sigmas, wan_official
 
@@ -64,7 +64,9 @@ def list_loras() -> list[str]:
 
 
 def lora_path(name: str) -> str:
-    """Full path of a LoRA. Raises ConfigError when it is gone."""
+    """Full path of a LoRA. Raises ConfigError when it is gone, ModelFileError for what is never opened."""
+    if not name.endswith(SUFFIXES):
+        raise ModelFileError(f"{name!r} is not a .safetensors file; {NO_PICKLES}")
     path = folder_paths.get_full_path("loras", name)
     if path is None:
         raise ConfigError(
@@ -235,7 +237,7 @@ def sigmas_schedule(sigmas: Any) -> Schedule:
     if not isinstance(sigmas, Tensor) or sigmas.dim() != 1:
         got = f"shape {list(sigmas.shape)}" if isinstance(sigmas, Tensor) else type(sigmas).__name__
         raise ConfigError(
-            f"the SIGMAS are no list of numbers but {got}; use a scheduler node such as BasicScheduler"
+            f"the SIGMAS are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
         )
     return given_sigmas(sigmas.tolist())
 

@@ -56,10 +56,14 @@ class ModelHandle:
 
     def with_lora(self, path: str, strength: float, expert: str = BOTH) -> ModelHandle:
         """This model with one LoRA more; strength 0 means without it. Raises ConfigError."""
-        if expert not in EXPERTS or (expert != BOTH and not self.low_noise_path):
+        if expert not in EXPERTS:
             raise ConfigError(
-                f"the LoRA is for the expert {expert!r}; choose {', '.join(EXPERTS)}, and both for a model without a "
-                "low_noise_model"
+                f"the LoRA's expert is {expert!r}; choose {', '.join(map(repr, EXPERTS))}"
+            )
+        if expert != BOTH and not self.low_noise_path:
+            raise ConfigError(
+                f"the LoRA's expert is {expert!r}, but the model has one expert; choose {BOTH!r}, or a low_noise_model "
+                "in Wan Dist Load Model"
             )
         if not isfinite(strength) or abs(strength) > MAX_STRENGTH:
             raise ConfigError(

@@ -148,7 +148,7 @@ def test_data_that_ends_early_is_named(file: Path) -> None:
 )
 def test_other_architecture_is_refused(file: Path, architecture: bytes, named: str) -> None:
     assert refusal(lambda: read(write(file, keys=(architecture,)))) == (
-        f"m.gguf holds a model of the architecture {named}, not 'wan'; choose a GGUF file of Wan2.2 TI2V-5B"
+        f"m.gguf holds a model of the architecture {named}, not 'wan'; choose a GGUF file of Wan2.2 or Wan2.1"
     )
 
 

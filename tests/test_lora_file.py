@@ -381,9 +381,11 @@ def test_strength_out_of_range_is_refused(strength: float) -> None:
 
 def test_expert_that_the_model_has_not_is_refused() -> None:
     handle = ModelHandle(path="m", dtype="auto", mesh="single", devices="cpu:1", compile=False)
-    for expert in ("low noise", "high noise", "third"):
-        with pytest.raises(ConfigError, match=f"the expert '{expert}'; choose both, high noise"):
+    for expert in ("low noise", "high noise"):
+        with pytest.raises(ConfigError, match=f"'{expert}', but the model has one expert; choose"):
             handle.with_lora("l", 1.0, expert)
+    with pytest.raises(ConfigError, match="'third'; choose 'both', 'high noise', 'low noise'"):
+        handle.with_lora("l", 1.0, "third")
     two = replace(handle, low_noise_path="n")
     assert two.with_lora("l", 1.0, "low noise").loras[0].expert == "low noise"
 

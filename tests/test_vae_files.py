@@ -120,7 +120,8 @@ def without(name: str) -> dict[str, Tensor]:
     [
         (
             lambda: {"decoder.upsamples.0.residual.2.weight": torch.zeros(4, 4, 3, 3, 3)},
-            "file.safetensors is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48",
+            "file.safetensors is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48; choose the Wan2.2 "
+            "VAE, such as wan2.2_vae.safetensors; for A14B and Wan2.1 take ComfyUI's own VAELoader and VAEDecode",
         ),
         (wan21_of_diffusers, "file.safetensors is a Wan2.1 VAE (16 latent channels)"),
         (lambda: vae_weights(WIDE, seed=2), "is a VAE of 16 latent channels, but Wan2.2 TI2V-5B"),

@@ -144,7 +144,7 @@ class _Header:
         if architecture != ARCHITECTURE:
             raise ModelFileError(
                 f"{self.path.name} holds a model of the architecture {shown(architecture)}, not "
-                f"{ARCHITECTURE!r}; choose a GGUF file of Wan2.2 TI2V-5B"
+                f"{ARCHITECTURE!r}; choose a GGUF file of Wan2.2 or Wan2.1"
             )
         if found.get("split.count", 0) not in (0, 1):
             raise ModelFileError(

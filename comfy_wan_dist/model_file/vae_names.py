@@ -63,7 +63,8 @@ def official_vae_tensors(tensors: Mapping[str, T], *, label: str) -> dict[str, T
         }
         if any(name.startswith(WAN21_MARKS) for name in bare):
             raise ModelFileError(
-                f"{label} is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48; {REMEDY}"
+                f"{label} is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48; {REMEDY}; for A14B "
+                "and Wan2.1 take ComfyUI's own VAELoader and VAEDecode"
             )
         if any(name.startswith(OFFICIAL_MARK) for name in bare):
             return bare

@@ -106,8 +106,8 @@ class Sampler(io.ComfyNode):
                 io.Sigmas.Input(
                     "sigmas",
                     optional=True,
-                    tooltip="From ManualSigmas, BasicScheduler and the like, falling from 1 to 0. If connected, steps, "
-                    "scheduler, shift and denoise are not used.",
+                    tooltip="From ManualSigmas, OptimalStepsScheduler or another node that needs no MODEL, falling from 1 "
+                    "to 0. If connected, steps, scheduler, shift and denoise are not used.",
                 ),
                 io.Float.Input(
                     "boundary",
@@ -221,7 +221,8 @@ def _steps_of(model: ResolvedModel, experts: Experts, steps: int) -> str:
 def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:
     """A preset's schedule, and what the report says of it. Raises ConfigError."""
     if name not in FEW_STEP:
-        raise ConfigError(f"few_step {name!r} is not offered; choose {', '.join(FEW_STEP)} or off")
+        offered = ", ".join(map(repr, FEW_STEP))
+        raise ConfigError(f"few_step {name!r} is not offered; choose {offered} or {NO_PRESET!r}")
     if has_sigmas:
         raise ConfigError(
             f"few_step is {name!r} and sigmas are connected; set few_step to off or disconnect the sigmas"
