@@ -106,8 +106,8 @@ class Sampler(io.ComfyNode):
                 io.Sigmas.Input(
                     "sigmas",
                     optional=True,
-                    tooltip="From ManualSigmas, OptimalStepsScheduler or another node that needs no MODEL, falling from "
-                    "1 to 0. If connected, steps, scheduler, shift and denoise are not used.",
+                    tooltip="From ManualSigmas, OptimalStepsScheduler or another node that needs no MODEL, falling "
+                    "from 1 to 0. If connected, steps, scheduler, shift and denoise are not used.",
                 ),
                 io.Float.Input(
                     "boundary",
