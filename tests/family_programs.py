@@ -37,7 +37,12 @@ def sample_in_turns(
             stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
             results.append(tensors[-1].clone())
             read.append(stats.bytes_read)
-            held.append((runner._transformers.model.device_bytes(), runner._transformers.low_noise.device_bytes()))
+            held.append(
+                (
+                    runner._transformers.model.device_bytes(),
+                    runner._transformers.low_noise.device_bytes(),
+                )
+            )
     return results, read, held
 
 
