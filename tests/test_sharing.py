@@ -139,6 +139,14 @@ def test_each_machine_reads_for_itself(
             assert read == values
 
 
+def test_a_machine_may_have_part_of_a_tensor_parallel_group(
+    path: Path, weights: dict[str, Tensor], rank_pool: RankPool
+) -> None:
+    """The middle one of three groups lies on both machines, so that a rank and its replica differ in their peers."""
+    loads = rank_pool.run(6, _on_two_machines, "ring3-tp2", str(path), timeout_s=30)
+    assert differing("ring3-tp2", weights, loads) == set()
+
+
 def _on_two_machines(rank: int, mesh: str, path: str) -> Load:
     return load_together(rank, mesh, path, machines=2)
 

@@ -52,7 +52,7 @@ def pass_by(done: int, total: int, error: Exception | None) -> None:
 class ReadGroups:
     """Ranks of this machine. everyone: with this rank's stage. replicas: with its weights. peers: of its tp group.
 
-    peers are this rank alone where tp reaches over several machines.
+    peers are each rank alone where a tp group reaches over several machines.
     """
 
     everyone: AxisGroup
@@ -85,7 +85,8 @@ def build_read_groups(
     return ReadGroups(
         everyone=here(*REPLICATING_AXES, "tp"),
         replicas=here(*REPLICATING_AXES),
-        peers=peers if peers.size == plane.layout.tp else lone_rank("read"),
+        # For all of a machine's ranks or for none: the replicas of a rank that has peers must have theirs.
+        peers=lone_rank("read") if local_ranks % plane.layout.tp else peers,
     )
 
 
