@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,7 +14,6 @@ import torch
 from rank_programs import error_of
 from torch import Tensor
 
-from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
@@ -133,7 +134,7 @@ def load_with_trouble(
     if rank == troubled and trouble == "stop":
         job = TroubledJob(tensors, agreement)
     elif rank == troubled:
-        fault = failing_read(after=10)
+        fault = TROUBLES[trouble]()
     with fault:
         first = error_of(lambda: runner.run(request, job))  # type: ignore[arg-type]
     agreement.take_failure()
@@ -142,12 +143,25 @@ def load_with_trouble(
     return first, ended, tensors[-1]
 
 
-def failing_read(*, after: int) -> AbstractContextManager[Any]:
-    original, reads = TensorReader._pread, iter(range(after))
+def failing(owner: Any, name: str, error: Exception, *, after: int = 10) -> Fault:
+    """A function of `owner` that works `after` times."""
 
-    def read(self: TensorReader, *arguments: Any) -> None:
-        if next(reads, None) is None:
-            raise ModelFileError("the disk has gone")
-        original(self, *arguments)
+    def fault() -> AbstractContextManager[Any]:
+        original, times = getattr(owner, name), iter(range(after))
 
-    return mock.patch.object(TensorReader, "_pread", read)
+        def wrapper(*arguments: Any, **named: Any) -> Any:
+            if next(times, None) is None:
+                raise error
+            return original(*arguments, **named)
+
+        return mock.patch.object(owner, name, wrapper)
+
+    return fault
+
+
+TROUBLES: Mapping[str, Fault] = {
+    "read": failing(os, "preadv", OSError(errno.EIO, "Input/output error")),
+    "odd": failing(TensorReader, "_pread", KeyError("odd")),
+    "all_to_all": failing(AxisGroup, "all_to_all", torch.OutOfMemoryError("no room"), after=2),
+    "broadcast": failing(AxisGroup, "broadcast", torch.OutOfMemoryError("no room")),
+}

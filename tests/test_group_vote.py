@@ -108,6 +108,25 @@ def test_a_rank_that_failed_is_heard_in_any_vote(rank_pool: RankPool) -> None:
     assert rank_pool.run(2, fail_while_others_vote_on) == ["mine alone"] * 2
 
 
+def vote_twice(rank: int) -> tuple[str, str, int, bool]:
+    agreement = world_agreement(rank)
+    shared: Exception | None = None
+    for _ in range(2):
+        try:
+            agreement.agree(shared or (raised(KeyError("odd")) if rank == 1 else None))
+        except Exception as caught:
+            shared = caught
+    failure = agreement.take_failure()
+    assert failure is not None and failure.error is shared
+    assert (failure.rank, failure.name, failure.message) == (1, "KeyError", "'odd'")
+    return describe(shared)
+
+
+def test_an_error_that_is_voted_on_again_stays_that_of_its_rank(rank_pool: RankPool) -> None:
+    answers = rank_pool.run(2, vote_twice)
+    assert answers == [("RemoteError", "rank 1: KeyError: 'odd'", 1, True)] * 2
+
+
 def run_apart(rank: int) -> str:
     agreement = world_agreement(rank)
     try:

@@ -175,7 +175,7 @@ def _with_fault(rank: int, mesh: str, path: str, fault: Fault) -> Load:
     return load_together(rank, mesh, path, fault=fault)
 
 
-@pytest.mark.parametrize("trouble", ["stop", "read"])
+@pytest.mark.parametrize("trouble", ["stop", "read", "odd"])
 @pytest.mark.parametrize(("mesh", "troubled"), [("tp2", 1), ("cfg2-tp2", 2), ("pp2", 0)])
 def test_trouble_of_one_rank_is_heard_on_all_and_the_next_job_runs(
     mesh: str, troubled: int, trouble: str, path: Path, rank_pool: RankPool
@@ -188,12 +188,32 @@ def test_trouble_of_one_rank_is_heard_on_all_and_the_next_job_runs(
     answers = rank_pool.run(ranks, load_with_trouble, mesh, spec, inputs, EULER, who, trouble)
     words = {
         "stop": "JobCancelled: the job was stopped while the model was loading",
-        "read": "ModelFileError: the disk has gone",
+        "read": f"ModelFileError: {path} cannot be read: Input/output error",
+        "odd": f"RemoteError: rank {troubled}: KeyError: 'odd'",
     }
     assert {first for first, _, _ in answers} == {words[trouble]}
     assert {second for _, second, _ in answers} == {"no error"}
     (alone,) = rank_pool.run(1, sample_rank, "single", spec, inputs, EULER)
     assert relative_error(answers[0][2], alone[0]) <= 1e-4
+
+
+@pytest.mark.parametrize(("mesh", "exchange"), [("tp2", "all_to_all"), ("ulysses2", "broadcast")])
+def test_rank_without_memory_for_an_exchange_ends_instead_of_voting(
+    mesh: str, exchange: str, path: Path, rank_pool: RankPool
+) -> None:
+    inputs = CASES[0].inputs(SHAPE, is_guided=False)
+    with pytest.raises(RuntimeError, match="OutOfStep: a shared load could not go on .* no room"):
+        rank_pool.run(
+            2,
+            load_with_trouble,
+            mesh,
+            model_spec(path),
+            inputs,
+            EULER,
+            1,
+            exchange,
+            timeout_s=30,
+        )
 
 
 @pytest.mark.parametrize("sizes", [(), (5,), (0, 0), (1, 100, 1), tuple(range(200))])

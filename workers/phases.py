@@ -12,6 +12,7 @@ from comfy_wan_dist.ipc.errors import InsufficientMemoryError, JobCancelled
 
 from .checkpoint.sharing import Milestone
 from .loop import Job
+from .parallel.agreement import OutOfStep
 
 T = TypeVar("T")
 
@@ -19,12 +20,15 @@ T = TypeVar("T")
 def together(job: Job, phase: Callable[[], T]) -> T:
     """Run a local phase, then vote: it returns on every rank or raises the same error on every rank.
 
-    Collectives: one vote. A ConfigError on any rank is an answer, and the group lives on.
+    Collectives: one vote. A ConfigError on any rank is an answer, and the group lives on. After OutOfStep, which it
+    raises, there is no vote, and the group must end.
     """
     error: Exception | None = None
     try:
         with memory_errors():
             result = phase()
+    except OutOfStep:
+        raise
     except Exception as caught:  # whatever it is, the other ranks must hear of it before they go on
         error = caught
     job.agree(error)

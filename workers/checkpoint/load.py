@@ -68,7 +68,8 @@ def load_weights(
     ]
     with SharedReader(sharing) as reader, torch.no_grad():
         for section, done, total in in_sections(parts, lambda part: part.file_bytes):
-            for part in section:
-                part.load(reader)
+            with reader.in_step():
+                for part in section:
+                    part.load(reader)
             milestone(done, total, reader.error)
         return reader.bytes_read

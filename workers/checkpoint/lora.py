@@ -82,8 +82,9 @@ def merge_changes(
     parts = [part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name in names]
     with SharedReader(sharing) as reader, torch.no_grad():
         for section, done, total in in_sections(parts, lambda part: part.file_bytes):
-            for part in section:
-                _merge(reader, part, changes.get(part.name, ()))
+            with reader.in_step():
+                for part in section:
+                    _merge(reader, part, changes.get(part.name, ()))
             milestone(done, total, reader.error)
         return reader.bytes_read
 

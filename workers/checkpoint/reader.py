@@ -36,7 +36,7 @@ class TensorReader:
     def __init__(self) -> None:
         self.bytes_read = 0
         self._files: dict[str, int] = {}
-        self._buffer = bytearray(BUFFER_BYTES)
+        self._buffer = bytearray()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -94,7 +94,7 @@ class TensorReader:
         dtype = TORCH_TYPES[entry.dtype]
         size = items * dtype.itemsize
         if size > len(self._buffer):
-            self._buffer = bytearray(size)
+            self._buffer = bytearray(max(size, BUFFER_BYTES))
         self._pread(entry.path, memoryview(self._buffer)[:size], start)
         return torch.frombuffer(self._buffer, dtype=dtype, count=items)
 
@@ -106,7 +106,10 @@ class TensorReader:
                 raise ModelFileError(f"{path} cannot be opened: {error.strerror}") from error
         done = 0
         while done < len(target):
-            got = os.preadv(self._files[path], [target[done:]], start + done)
+            try:
+                got = os.preadv(self._files[path], [target[done:]], start + done)
+            except OSError as error:
+                raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
             if got == 0:
                 raise ModelFileError(f"{path} became shorter while it was read; load it again")
             done += got

@@ -4,13 +4,15 @@ Ranks that hold the same take turns: one reads, the others get it by broadcast. 
 every tensor-parallel rank reads some rows and hands out the columns, so that no rank passes over the whole.
 
 All ranks of a group make the same reads in the same order. So whatever goes wrong on one of them is kept until all
-come to a milestone, where they vote; until then it goes along, and hands out what it has.
+come to a milestone, where they vote; until then it goes along, and hands out what it has. A rank that cannot go along,
+as without memory for what it is to be sent, ends the group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -21,6 +23,7 @@ from comfy_wan_dist.mesh.degrees import AXES
 from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups
 from comfy_wan_dist.mesh.shards import shard_range
 from comfy_wan_dist.model_file.entry import TensorEntry
+from workers.parallel.agreement import OutOfStep
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.plan import Slice
@@ -128,6 +131,22 @@ class SharedReader:
             action()
         except Exception as error:  # whatever it is: the others wait for this rank in the next read
             self.error = error
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """For the reads between two milestones. What fails there outside of `attempt` is raised as OutOfStep.
+
+        If this rank reads alone, it is kept like any other error.
+        """
+        try:
+            yield
+        except Exception as error:
+            groups = (self.groups.everyone, self.groups.replicas, self.groups.peers)
+            if max(group.size for group in groups) > 1:
+                raise OutOfStep(
+                    f"a shared load could not go on ({type(error).__name__}: {error})"
+                ) from error
+            self.error = self.error or error
 
     def read_into(
         self,

@@ -82,8 +82,9 @@ def load_vae_weights(
     parameters = sorted(vae.named_parameters(), key=lambda item: entries[item[0]].start)
     with SharedReader(sharing) as reader:
         for section, done, total in in_sections(parameters, lambda item: entries[item[0]].size):
-            for name, parameter in section:
-                reader.read_into(parameter, entries[name], holders=sharing.everyone)
+            with reader.in_step():
+                for name, parameter in section:
+                    reader.read_into(parameter, entries[name], holders=sharing.everyone)
             milestone(done, total, reader.error)
         vae.arrange_weights()
         vae.eval()

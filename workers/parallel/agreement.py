@@ -43,6 +43,10 @@ class SharedFailure:
     traceback: str
 
 
+class OutOfStep(Exception):
+    """What went wrong has left other ranks in a collective that this one will not join, so that no vote can follow."""
+
+
 class _Vote(IntEnum):
     """What a rank votes on. Ranks that vote on different things have run apart."""
 
@@ -109,15 +113,18 @@ class Agreement:
         # none.
         none = 2 * self._size
         key = none
+        # What an earlier vote raised is on all ranks, and stays the error of the rank that had it.
+        earlier = self._failure if self._failure and self._failure.error is error else None
         if error is not None:
-            key = self._rank + self._size * isinstance(error, JobCancelled)
+            rank = self._rank if earlier is None else earlier.rank
+            key = rank + self._size * isinstance(error, JobCancelled)
         ballot = torch.tensor([key, number, vote, -vote], dtype=torch.int64, device="cpu")
         if self._group is not None:
             work = dist.all_reduce(ballot, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
             _finish(work, timeout_s)
         lowest_key, least, lowest_vote, highest_vote = ballot.tolist()
         if lowest_key < none:
-            self._failure = self._share_failure(lowest_key % self._size, error)
+            self._failure = self._share_failure(lowest_key % self._size, error, earlier)
             raise self._failure.error
         if lowest_vote != -highest_vote:
             raise RuntimeError(
@@ -126,11 +133,13 @@ class Agreement:
             )
         return int(least)
 
-    def _share_failure(self, failed_rank: int, error: Exception | None) -> SharedFailure:
+    def _share_failure(
+        self, failed_rank: int, error: Exception | None, earlier: SharedFailure | None
+    ) -> SharedFailure:
         report = torch.zeros(REPORT_BYTES, dtype=torch.uint8, device="cpu")
         if failed_rank == self._rank:
             assert error is not None, "only a rank with an error votes its own number"
-            packed = _pack_report(error)
+            packed = _pack_report(error, earlier)
             report[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if self._group is not None:
             dist.broadcast(report, src=failed_rank, group=self._group)
@@ -147,7 +156,8 @@ class Agreement:
             shared = RemoteError(
                 f"rank {failed_rank}: {name}: {message}", rank=failed_rank, traceback=trace
             )
-            shared.__cause__ = error if failed_rank == self._rank else None
+            if failed_rank == self._rank and error is not None:
+                shared.__cause__ = error if earlier is None else error.__cause__
         return SharedFailure(
             error=shared, rank=failed_rank, name=name, message=message, traceback=trace
         )
@@ -169,11 +179,15 @@ def _finish(work: dist.Work | None, timeout_s: float | None) -> None:
         work.wait(timedelta(seconds=timeout_s))
 
 
-def _pack_report(error: Exception) -> bytes:
-    trace = "".join(traceback.format_exception(error))
+def _pack_report(error: Exception, earlier: SharedFailure | None = None) -> bytes:
+    if earlier is None:
+        name, message = error_name(error), str(error)
+        trace = "".join(traceback.format_exception(error))
+    else:
+        name, message, trace = earlier.name, earlier.message, earlier.traceback
     parts = (
-        error_name(error).encode()[:_NAME_BYTES],
-        str(error).encode(errors="backslashreplace")[:_MESSAGE_BYTES],
+        name.encode()[:_NAME_BYTES],
+        message.encode(errors="backslashreplace")[:_MESSAGE_BYTES],
         trace.encode(errors="backslashreplace")[-_TRACEBACK_BYTES:],  # its end says most
     )
     return _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
