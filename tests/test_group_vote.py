@@ -117,7 +117,8 @@ def vote_twice(rank: int) -> tuple[str, str, int, bool]:
         except Exception as caught:
             shared = caught
     failure = agreement.take_failure()
-    assert failure is not None and failure.error is shared
+    assert failure is not None
+    assert failure.error is shared
     assert (failure.rank, failure.name, failure.message) == (1, "KeyError", "'odd'")
     return describe(shared)
 

@@ -356,6 +356,25 @@ def assert_tiles(model: ModelFile, content: bytes) -> None:
     assert position == len(content)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["net." * 2**20 + "alpha.alpha"], "a name of 4194315 characters, 'net.net."),
+        ([f"a{index}" for index in range(2**16 + 1)], "65537 tensors, and no model more than"),
+    ],
+)
+def test_header_that_would_keep_us_busy_is_refused(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
+    raw = json.dumps(dict.fromkeys(names, empty)).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    message = refusal(lambda: read_model_file(str(path)))
+    assert words in message
+    assert len(message) < 300
+
+
 # ---- several files
 
 
@@ -375,9 +394,32 @@ def test_any_shard_stands_for_all_files(tmp_path: Path) -> None:
         model = read_model_file(str(path))
         assert model.path == str(paths[0])  # one model, whichever was chosen
         assert model.file_bytes == sum(p.stat().st_size for p in paths)
-        assert model.mtime_ns == max(p.stat().st_mtime_ns for p in paths)
+        assert model.mtime_ns == sum(p.stat().st_mtime_ns for p in paths)
         assert {entry.path for entry in model.entries.values()} == {str(p) for p in paths}
         assert read_wan_file(model).shape == SHAPE
+
+
+def test_replaced_shard_is_noticed_though_it_is_old(tmp_path: Path) -> None:
+    first, *_ = write_model_shards(tmp_path)
+    before = read_model_file(str(first))
+    os.utime(first, (1, 1))
+    after = read_model_file(str(first))
+    assert (before.file_bytes, before.mtime_ns) != (after.file_bytes, after.mtime_ns)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("pattern", ["part{}.safetensors", "x-0000{}-of-00009.safetensors"])
+def test_path_of_a_model_leads_to_all_its_files_whatever_they_are_called(
+    tmp_path: Path, pattern: str, parts: int
+) -> None:
+    weights = transformer_weights(SHAPE, seed=1)
+    names = {name: pattern.format(index % parts) for index, name in enumerate(weights)}
+    for shard in set(names.values()):
+        save_file({n: weights[n] for n, s in names.items() if s == shard}, tmp_path / shard)
+    write_index(tmp_path, names)
+    model = read_model_file(str(tmp_path))
+    assert model.entries.keys() == weights.keys()
+    assert read_model_file(model.path) == model
 
 
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:

@@ -27,21 +27,26 @@ COMPONENT_FILE = "diffusion_pytorch_model.safetensors"
 NO_PICKLES = "pickled checkpoints can run code when opened and are never loaded, so convert it to safetensors"
 
 
-def files_of(path: Path, *, component: str) -> list[Path]:
-    """The files of the model at `path`, which is one of them or a folder. component: of a pipeline the subfolder.
+def files_of(path: Path, *, component: str) -> tuple[Path, list[Path]]:
+    """The files of the model at `path`, which is one of them or a folder, and before them the file that stands for all.
 
-    Raises ModelFileError.
+    That one leads to the same files again: the first, or an index whose shards do not tell its name.
+    component: of a pipeline the subfolder. Raises ModelFileError.
     """
     if is_folder(path):
         path = _model_in(path, component)
     if path.name.endswith(INDEX_SUFFIX):
-        return _shards_of(path)
+        shards = _shards_of(path)
+        leads_to = index_of(shards[0])
+        is_alone = leads_to is None and len(shards) == 1
+        return shards[0] if is_alone or leads_to == path else path, shards
     if path.suffix == GGUF_SUFFIX:
-        return [path]
+        return path, [path]
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")
     index = index_of(path)
-    return [path] if index is None else _shards_of(index, shard=path)
+    shards = [path] if index is None else _shards_of(index, shard=path)
+    return shards[0], shards
 
 
 def is_folder(path: Path) -> bool:

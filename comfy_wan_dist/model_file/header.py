@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from ..ipc.errors import ModelFileError
 from .entry import TensorEntry
 from .files import GGUF_SUFFIX, files_of
-from .gguf import read_gguf_header
+from .gguf import MAX_TENSORS, MAX_TEXT_BYTES, read_gguf_header
 from .shown import shown
 
 # Far more than the header of any model, and little enough to be parsed in memory.
@@ -51,7 +51,10 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFile:
-    """All tensors of a model, by name, and the files that hold them. metadata: texts beside the tensors."""
+    """All tensors of a model, by name, and the files that hold them. metadata: texts beside the tensors.
+
+    mtime_ns: when it was changed; of several files the sum, which any of them changes.
+    """
 
     path: str
     entries: Mapping[str, TensorEntry]
@@ -63,10 +66,10 @@ class ModelFile:
 def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     """Read the model at `path`: a safetensors or GGUF file, any shard of several, or a folder as files.py has it.
 
-    component: which subfolder is meant of a folder of diffusers. The result's path is that of the first file.
+    component: which subfolder is meant of a folder of diffusers. The result's path leads to the same files.
     Raises ModelFileError: unreadable, neither of them, truncated, overlapping, or a missing shard.
     """
-    files = files_of(Path(path), component=component)
+    stands_for_all, files = files_of(Path(path), component=component)
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
@@ -83,9 +86,9 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
             )
         entries.update(tensors)
         file_bytes += size
-        mtime_ns = max(mtime_ns, modified)
+        mtime_ns += modified
     return ModelFile(
-        path=str(files[0]),
+        path=str(stands_for_all),
         entries=entries,
         file_bytes=file_bytes,
         mtime_ns=mtime_ns,
@@ -150,6 +153,15 @@ def _read_header(path: Path) -> tuple[int, int, dict[str, TensorEntry], dict[str
     metadata = header.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         metadata = {}
+    if len(header) > MAX_TENSORS:
+        raise ModelFileError(
+            f"{path.name} has {len(header)} tensors, and no model more than {MAX_TENSORS}; choose another file"
+        )
+    if too_long := next((name for name in header if len(name) > MAX_TEXT_BYTES), None):
+        raise ModelFileError(
+            f"{path.name} has a name of {len(too_long)} characters, {shown(too_long)}, and may have {MAX_TEXT_BYTES}; "
+            "it is damaged: download it again"
+        )
     data_start = 8 + length
     entries = {name: _entry(name, value, path, data_start) for name, value in header.items()}
     _require_exact_cover(entries, path, data_start, status.st_size)
