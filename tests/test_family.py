@@ -10,6 +10,7 @@ import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import graphs
 import pytest
@@ -17,7 +18,7 @@ import torch
 from comfy_kit import error_of, latent_of, succeed
 from family_programs import error_without_host_memory, sample_in_turns
 from graphs import MODELS, NEGATIVE, POSITIVE, Graph, node
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.experts import choose_experts
@@ -27,7 +28,8 @@ from comfy_wan_dist.ipc.messages import LedgerLine, LowNoise, ModelSpec
 from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.traffic import predict_ledger
-from comfy_wan_dist.model_file.wan import expected_parameters
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
 from comfy_wan_dist.schedules import given_sigmas, wan_official
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer
@@ -36,13 +38,19 @@ from devtools.mesh_runs import (
     SIGMAS,
     TEXT_TOKENS,
     Case,
+    LocalJob,
     Schedule,
+    build_local_runner,
+    build_request,
     mesh_degrees,
     model_spec,
     relative_error,
     sample_rank,
 )
+from devtools.quantised import write_fp8
 from devtools.rank_pool import RankPool
+from workers import experts, room
+from workers.experts import planned_memory
 from workers.model.tokens import grid_of
 from workers.sampling.denoise import validate_image
 
@@ -214,6 +222,49 @@ def test_experts_take_turns_on_devices_too_small_for_both(
         assert both == (second, second)
         # Alone it takes the first slot; the other one is or gets parked.
         assert second_alone == first_alone == (second, 0)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("quantised", [0, 1])
+def test_experts_in_different_forms_fit_where_their_own_sizes_do(
+    models: Path, tmp_path: Path, quantised: int, missing: int
+) -> None:
+    paths = [models / FILES["t2v"], models / LOW_NOISE]
+    packed = tmp_path / "fp8.safetensors"
+    write_fp8(packed, load_file(paths[quantised]), torch.float8_e4m3fn, only_matrices=True)
+    paths[quantised] = packed
+    high, low = map(model_spec, paths)
+    inputs = CASE.inputs(T2V)
+    runner, agreement = build_local_runner(0, "single")
+    slots = (runner._transformers.model, runner._transformers.low_noise)
+    request, tensors = build_request(
+        high,
+        inputs,
+        EXPERT_RUN,
+        mesh="single",
+        low_noise=LowNoise(model=low, from_step=2, guidance=3.0),
+    )
+    groups = runner._plane.for_mesh(mesh_degrees("single"))
+    memories = [
+        planned_memory(request, read_wan_file(read_model_file(str(path))).shape, groups)
+        for path in paths
+    ]
+    weights = sum(memory.weights for memory in memories)
+    room_for_both = weights + max(memory.total - memory.weights for memory in memories)
+
+    def usable(_: Any) -> int:
+        return room_for_both - missing - sum(slot.device_bytes() for slot in slots)
+
+    with (
+        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(experts, "usable_memory", usable),
+    ):
+        runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    held = [slot.device_bytes() for slot in slots]
+    if missing:
+        assert held == [0, memories[1].weights]
+    else:
+        assert held == [memory.weights for memory in memories]
 
 
 def test_experts_without_room_anywhere_are_refused(rank_pool: RankPool, models: Path) -> None:

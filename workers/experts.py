@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
@@ -16,7 +18,7 @@ from .parallel.groups import MeshGroups
 
 def margin_for_both(
     request: SampleRequest,
-    shape: WanShape,
+    shapes: Sequence[WanShape],
     groups: MeshGroups,
     *,
     device: torch.device,
@@ -24,10 +26,13 @@ def margin_for_both(
 ) -> int:
     """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
 
-    weights_there: of the experts' weights, what is on the device already.
+    shapes: of both, whose files may be quantised differently. weights_there: of the experts' weights, what is on the
+    device already.
     """
-    memory = planned_memory(request, shape, groups)
-    return usable_memory(device) + weights_there - memory.total - memory.weights
+    memories = [planned_memory(request, shape, groups) for shape in shapes]
+    beside_weights = max(memory.total - memory.weights for memory in memories)
+    weights = sum(memory.weights for memory in memories)
+    return usable_memory(device) + weights_there - weights - beside_weights
 
 
 def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) -> RankMemory:
@@ -47,9 +52,12 @@ def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) 
 
 
 def validate_host_memory(weights: int, *, local_ranks: int, caution: float) -> None:
-    """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError."""
+    """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError.
+
+    weights: bytes of both on one rank.
+    """
     free = free_memory(torch.device("cpu"))
-    need = 2 * weights * local_ranks
+    need = weights * local_ranks
     if need > caution * free:
         raise InsufficientMemoryError(
             f"the model's two experts do not fit on the devices together, and to take turns there they need "

@@ -8,7 +8,7 @@ same ones; whatever depends on a rank's memory is voted on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -180,17 +180,18 @@ class Transformers:
     ) -> bool:
         """Whether the two experts do not fit on the device together. Collectives: votes. Raises ConfigError."""
 
-        def shape() -> WanShape:
-            if self.model.held is not None and self.low_noise.held is not None:
-                shape = self.model.held.loaded.model.shape
+        def shapes() -> Sequence[WanShape]:
+            if self.model.holds(request.model) and self.low_noise.holds(low):
+                held = (self.model.held, self.low_noise.held)
+                shapes = [each.loaded.model.shape for each in held if each is not None]
             else:
-                files = [self._recognise(spec, groups.degrees)[0] for spec in (request.model, low)]
-                validate_experts(*files)
-                shape = files[0].shape
-            validate_latent(job.tensor(request.noisy), shape)
-            return shape
+                known = [self._recognise(spec, groups.degrees) for spec in (request.model, low)]
+                validate_experts(*(file for file, _ in known))
+                shapes = [changed_shape(file.shape, changes) for file, changes in known]
+            validate_latent(job.tensor(request.noisy), shapes[0])
+            return shapes
 
-        of_both = together(job, shape)
+        of_both = together(job, shapes)
         if not self._room.has_host:
             return False
         there = self.model.device_bytes() + self.low_noise.device_bytes()
@@ -202,8 +203,9 @@ class Transformers:
         )
         if job.agree_least(margin) >= 0:
             return False
-        weights = weight_bytes(
-            of_both, groups.degrees, stage=groups.pp.rank, dtype=request.model.dtype
+        weights = sum(
+            weight_bytes(shape, groups.degrees, stage=groups.pp.rank, dtype=request.model.dtype)
+            for shape in of_both
         )
         if self.model.held is None or self.low_noise.held is None:  # else one of them waits there
             together(
