@@ -15,6 +15,7 @@ from .mesh.choice import choose_mesh
 from .mesh.degrees import MeshDegrees, parse_mesh
 from .mesh.devices import DeviceList, parse_devices
 from .mesh.machines import Machines, parse_machines, validate_machines
+from .mesh.memory import weight_bytes
 from .mesh.shape import WanShape
 from .mesh.validate import validate_devices, validate_model
 from .model_file.header import ModelFile, content_of, read_model_file
@@ -82,7 +83,7 @@ class ResolvedModel:
     degrees: the mesh that a group is started for. If it `is_auto`, each job gets the mesh that suits it best.
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the handle's order.
-    low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged.
+    low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged; of two experts the larger one's.
     """
 
     spec: ModelSpec
@@ -124,9 +125,16 @@ def resolve_model(
     file = read_wan_file(read_model_file(handle.path))
     lora_files = [read_model_file(lora.path) for lora in handle.loras]
     loras = tuple(read_lora(each, file.shape) for each in lora_files)
-    shape = changed_shape(file.shape, {name for lora in loras for name in lora.patches})
+    changed = {name for lora in loras for name in lora.patches}
+    shape = changed_shape(file.shape, changed)
     dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.dtype)
     device_memory = cuda_memory if devices.kind == "cuda" else None
+    low_file = None
+    if handle.low_noise_path:
+        low_file = read_wan_file(read_model_file(handle.low_noise_path))
+        validate_experts(file, low_file)
+        low_shape = changed_shape(low_file.shape, changed)
+        shape = max(shape, low_shape, key=lambda each: whole_bytes(each, dtype))
     if degrees is None:
         degrees = choose_mesh(
             shape,
@@ -159,16 +167,11 @@ def resolve_model(
             ),
         )
 
-    low_noise = None
-    if handle.low_noise_path:
-        low_file = read_wan_file(read_model_file(handle.low_noise_path))
-        validate_experts(file, low_file)
-        low_noise = spec(low_file.file, LOW_NOISE)
     return ResolvedModel(
         handle=handle,
         spec=spec(file.file, HIGH_NOISE),
         loras=loras,
-        low_noise=low_noise,
+        low_noise=None if low_file is None else spec(low_file.file, LOW_NOISE),
         shape=shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),
@@ -176,6 +179,10 @@ def resolve_model(
         is_auto=is_auto,
         device_memory=device_memory,
     )
+
+
+def whole_bytes(shape: WanShape, dtype: str) -> int:
+    return weight_bytes(shape, MeshDegrees(), stage=0, dtype=dtype)
 
 
 def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:

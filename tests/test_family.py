@@ -42,6 +42,7 @@ from devtools.mesh_runs import (
     Schedule,
     build_local_runner,
     build_request,
+    lora_spec,
     mesh_degrees,
     model_spec,
     relative_error,
@@ -234,6 +235,15 @@ def test_experts_in_different_forms_fit_where_their_own_sizes_do(
     write_fp8(packed, load_file(paths[quantised]), torch.float8_e4m3fn, only_matrices=True)
     paths[quantised] = packed
     high, low = map(model_spec, paths)
+    handle = ModelHandle(
+        path=str(paths[0]),
+        dtype="float32",
+        mesh="single",
+        devices="cpu:1",
+        compile=False,
+        low_noise_path=str(paths[1]),
+    )
+    assert resolve_model(handle, visible_cuda=0).shape == T2V  # what is planned with
     inputs = CASE.inputs(T2V)
     runner, agreement = build_local_runner(0, "single")
     slots = (runner._transformers.model, runner._transformers.low_noise)
@@ -265,6 +275,31 @@ def test_experts_in_different_forms_fit_where_their_own_sizes_do(
         assert held == [0, memories[1].weights]
     else:
         assert held == [memory.weights for memory in memories]
+
+
+def test_progress_of_two_experts_with_loras_never_goes_back(models: Path, tmp_path: Path) -> None:
+    names = list(expected_parameters(T2V))[:20]
+    path = tmp_path / "lora.safetensors"
+    parts = plain_lora({name: expected_parameters(T2V)[name] for name in names}, seed=3)
+    save_file(spelled(parts, "comfyui"), path)
+    high, low = (
+        replace(model_spec(models / name), loras=(lora_spec(path, 0.5),))
+        for name in (FILES["t2v"], LOW_NOISE)
+    )
+    request, tensors = build_request(
+        high,
+        CASE.inputs(T2V),
+        EXPERT_RUN,
+        mesh="single",
+        low_noise=LowNoise(model=low, from_step=2, guidance=3.0),
+    )
+    runner, agreement = build_local_runner(0, "single")
+    job = LocalJob(tensors, agreement)
+    runner.run(request, job)  # type: ignore[arg-type]
+    shares = [done / total for phase, done, total in job.reports if phase == "load"]
+    assert shares == sorted(shares)
+    assert shares[0] < 0.1
+    assert shares[-1] == 1
 
 
 def test_experts_without_room_anywhere_are_refused(rank_pool: RankPool, models: Path) -> None:

@@ -46,15 +46,18 @@ def memory_errors() -> Iterator[None]:
         ) from caught
 
 
-def load_milestone(job: Job) -> Milestone:
-    """Reports how far a load is. Collectives: one vote, where errors and a stop are heard on every rank."""
+def load_milestone(job: Job, *, turn: int = 0, turns: int = 1) -> Milestone:
+    """Reports how far a load is. Collectives: one vote, where errors and a stop are heard on every rank.
+
+    turn: of a job's loads, which come one after the other and have about as much to read, the number of this one.
+    """
 
     def milestone(done: int, total: int, error: Exception | None) -> None:
         if error is None and job.cancel_requested():
             error = JobCancelled("the job was stopped while the model was loading")
         job.agree(error)
         if total:
-            job.report("load", done, total)
+            job.report("load", turn * total + done, turns * total)
 
     return milestone
 

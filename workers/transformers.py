@@ -25,7 +25,8 @@ from .checkpoint.files import ModelFiles, Spec
 from .checkpoint.load import build_model, load_weights
 from .checkpoint.lora import Changes, changed_parameters, merge_changes, read_changes
 from .checkpoint.memory import UNLIMITED, validate_memory
-from .checkpoint.sharing import build_read_groups
+from .checkpoint.part import own_parts
+from .checkpoint.sharing import Milestone, build_read_groups
 from .experts import margin_for_both, planned_memory, validate_host_memory
 from .loaded import HeldModel, LoadedModel, ModelSlot, finish_model
 from .loop import Job
@@ -91,15 +92,17 @@ class Transformers:
             if slot.held is not None and not slot.holds_base(spec):
                 slot.clear()
                 self._room.release()
+        loads = [self.model.holds(high), self.low_noise.holds(low.model)].count(False)
+        last = loads - 1
         if not self._take_turns(request, low.model, groups, job):
-            loaded = self._have_model(high, self.model, groups, job)
-            self._have_model(low.model, self.low_noise, groups, job)
+            loaded = self._have_model(high, self.model, groups, job, turns=loads)
+            self._have_model(low.model, self.low_noise, groups, job, turn=last, turns=loads)
             return loaded, False
         if not self.low_noise.holds(low.model):
             together(job, self.model.park)
-            self._have_model(low.model, self.low_noise, groups, job)
+            self._have_model(low.model, self.low_noise, groups, job, turns=loads)
         together(job, self.low_noise.park)
-        return self._have_model(high, self.model, groups, job), True
+        return self._have_model(high, self.model, groups, job, turn=last, turns=loads), True
 
     def switch_to_low_noise(self, *, take_turns: bool, job: Job) -> LoadedModel:
         """The low-noise expert, after `have`. Collectives: votes, if the two take turns."""
@@ -223,11 +226,13 @@ class Transformers:
         groups: MeshGroups,
         job: Job,
         idle: ModelSlot | None = None,
+        turn: int = 0,
+        turns: int = 1,
     ) -> LoadedModel:
         """The transformer `spec` names, loaded if it is not the slot's.
 
         If it differs in its LoRAs only, no more is read than what they change. What is `idle` goes where both do not
-        fit.
+        fit. turn, turns: of the job's loads.
         """
         if slot.held is not None and slot.held.spec == spec:
             self._bring_back(slot, job)
@@ -236,9 +241,9 @@ class Transformers:
         shape = changed_shape(file.shape, changes)
 
         sharing = build_read_groups(self._plane, local_ranks=self._local_ranks)
-        milestone = load_milestone(job)
+        report = load_milestone(job, turn=turn, turns=turns)
 
-        def merge(model: WanModel, names: frozenset[str]) -> int:
+        def merge(model: WanModel, names: frozenset[str], milestone: Milestone) -> int:
             bytes_read = merge_changes(
                 model,
                 file,
@@ -258,7 +263,7 @@ class Transformers:
             self._bring_back(slot, job)
             held, slot.held = slot.held, None  # half changed it is none
             names = changed_parameters(held.changes, changes)
-            self.bytes_read += together(job, lambda: merge(held.loaded.model, names))
+            self.bytes_read += together(job, lambda: merge(held.loaded.model, names, report))
             slot.held = HeldModel(spec=spec, loaded=held.loaded, changes=changes)
             return held.loaded
         slot.clear()
@@ -296,16 +301,22 @@ class Transformers:
 
         def load() -> int:
             names = frozenset(changes)
+            parts = own_parts(model, file, tp=tp, fsdp=fsdp)
+            whole = sum(part.file_bytes for part in parts)
+
+            def merging(done: int, total: int, error: Exception | None) -> None:
+                report(whole - total + done, whole, error)
+
             bytes_read = load_weights(
                 model,
                 file,
                 tp=tp,
                 fsdp=fsdp,
                 sharing=sharing,
-                milestone=milestone,
+                milestone=lambda done, _, error: report(done, whole, error),
                 leave_out=names,
             )
-            return bytes_read + merge(model, names)
+            return bytes_read + merge(model, names, merging)
 
         self.bytes_read += together(job, load)
         if spec.compile:
