@@ -14,10 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from vae_programs import build_decode
 
-from comfy_wan_dist.ipc.errors import InsufficientMemoryError
+from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
 from comfy_wan_dist.mesh.memory import load_bytes, weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
@@ -28,6 +29,7 @@ from devtools.mesh_runs import (
     Schedule,
     build_local_runner,
     build_request,
+    lora_spec,
     mesh_degrees,
     model_spec,
 )
@@ -119,7 +121,7 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
         ):
             try:
                 bytes_read = runner.run(request, LocalJob(tensors, agreement)).bytes_read  # type: ignore[arg-type]
-            except InsufficientMemoryError as refused:
+            except ConfigError as refused:
                 error = str(refused)
         agreement.take_failure()
         return Ended(
@@ -197,6 +199,25 @@ def test_of_three_the_one_not_used_for_longest_goes(
     ended = run(*(Moment(spec=specs[name]) for name in "abacab"))
     assert held(ended) == ["a", "a b", "b a", "a c", "c a", "a b"]
     assert was_read(ended) == [True, True, False, True, False, True]
+
+
+def test_jobs_that_fail_cost_no_model_that_would_have_stayed(
+    run: Callable[..., list[Ended]], specs: Mapping[str, ModelSpec], tmp_path: Path
+) -> None:
+    """Before anything is loaded, and half-way."""
+    stale = replace(specs["c"], mtime_ns=1)
+    ended = run(*(Moment(spec=each) for each in (specs["a"], specs["b"], stale, specs["c"])))
+    assert "changed after the job was made" in ended[2].error
+    assert held(ended) == ["a", "a b", "a b", "b c"]
+
+    path = tmp_path / "lora.safetensors"
+    save_file({"diffusion_model.head.head.diff_b": torch.full((192,), torch.nan)}, path)
+    broken = replace(specs["c"], loras=(lora_spec(path, 1.0),))
+    jobs = (specs["a"], specs["b"], broken, specs["c"], specs["b"])
+    ended = run(*(Moment(spec=each) for each in jobs))
+    assert "NaN" in ended[2].error
+    assert held(ended) == ["a", "a b", "b", "b c", "c b"]
+    assert was_read(ended)[4] is False
 
 
 def test_model_that_does_not_fit_alone_is_refused(

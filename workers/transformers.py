@@ -81,12 +81,16 @@ class Transformers:
         ):
             self.model, self.low_noise = self.low_noise, self.model
         if low is None:
-            if not self.model.holds_base(high):
-                self.model, self.low_noise = self.low_noise, self.model
-            if self.low_noise.is_outdated_by(high):
-                self.low_noise.clear()
-            together(job, self._make_room)
-            return self._have_model(high, self.model, groups, job, idle=self.low_noise), False
+            for slot in (self.model, self.low_noise):
+                if slot.is_outdated_by(high):
+                    slot.clear()
+            if self.model.held is None or self.model.holds_base(high):
+                together(job, self._make_room)
+                return self._have_model(high, self.model, groups, job, idle=self.low_noise), False
+            # In place of the one before; a load that fails costs no other.
+            loaded = self._have_model(high, self.low_noise, groups, job, idle=self.model)
+            self.model, self.low_noise = self.low_noise, self.model
+            return loaded, False
         # What neither slot needs goes before anything is loaded.
         for slot, spec in ((self.model, high), (self.low_noise, low.model)):
             if slot.held is not None and not slot.holds_base(spec):
