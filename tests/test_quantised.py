@@ -176,7 +176,7 @@ def test_every_form_loads_to_the_slices_of_its_values(
             # Each byte once, whatever shares of a block the ranks hold; scales by each tp rank.
             read = sum(shards[index].read for shards in answers)
             tensors = file.entries.values()
-            weights = sum(tensor.entry.stop - tensor.entry.start for tensor in tensors)
+            weights = sum(tensor.entry.size for tensor in tensors)
             scales = 4 * sum(tensor.scale is not None for tensor in tensors)
             assert weights + scales <= read <= weights + scales * degrees.tp, name
 
@@ -273,11 +273,7 @@ def test_matrices_take_the_bytes_of_the_file(
         plain = sum(
             4 * np.prod(tensor.shape) for tensor in file.entries.values() if not tensor.is_packed
         )
-        packed = sum(
-            tensor.entry.stop - tensor.entry.start
-            for tensor in file.entries.values()
-            if tensor.is_packed
-        )
+        packed = sum(tensor.entry.size for tensor in file.entries.values() if tensor.is_packed)
         assert shard.held == plain + packed, name
         if form.packed:
             assert packed > 0.05 * file.file.file_bytes

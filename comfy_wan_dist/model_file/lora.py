@@ -194,12 +194,12 @@ def read_scalar(entry: TensorEntry) -> float:
     """The value of a tensor with one element. Raises ModelFileError."""
     try:
         with open(entry.path, "rb") as file:
-            raw = os.pread(file.fileno(), entry.stop - entry.start, entry.start)
+            raw = os.pread(file.fileno(), entry.size, entry.start)
     except OSError as error:
         raise ModelFileError(
             f"{Path(entry.path).name} cannot be read: {error.strerror or error}"
         ) from error
-    if len(raw) < entry.stop - entry.start:
+    if len(raw) < entry.size:
         raise ModelFileError(
             f"{Path(entry.path).name} became shorter while it was read; load it again"
         )
