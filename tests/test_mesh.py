@@ -14,7 +14,7 @@ from comfy_wan_dist.mesh.degrees import AXES, MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.devices import DeviceList, parse_devices
 from comfy_wan_dist.mesh.layout import coordinates, groups, rank_at
 from comfy_wan_dist.mesh.memory import load_bytes, weight_bytes
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid
 from comfy_wan_dist.mesh.shards import ShardRange, shard_range
 from comfy_wan_dist.mesh.validate import (
     allowed_tp,
@@ -24,9 +24,6 @@ from comfy_wan_dist.mesh.validate import (
     validate_model,
 )
 from workers.parallel.collectives import AxisGroup, Ledger
-
-TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
-SMALL_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=1, in_dim=48, out_dim=48)
 
 
 def tp_group(size: int, rank: int = 0) -> AxisGroup:

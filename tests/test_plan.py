@@ -15,6 +15,7 @@ from comfy_wan_dist.mesh.choice import choose_job_mesh, choose_mesh, explain_mes
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.hardware import (
     DEVICES,
+    GB,
     Calibration,
     DevicePool,
     cpu_device,
@@ -35,7 +36,6 @@ from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import Case, Schedule, mesh_degrees, model_spec
 from devtools.rank_pool import RankPool
 
-GB = 10**9
 GRID = video_grid(TI2V_5B, height=704, width=1280, frames=121)
 
 

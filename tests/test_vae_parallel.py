@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import vae_programs
-from rank_programs import with_fault
+from rank_programs import Fault, with_fault
 from vae_kit import (
     CONFIG,
     DECODE,
@@ -22,7 +22,7 @@ from vae_kit import (
     run_jobs,
     write_vae_file,
 )
-from vae_programs import Fault, VAEJob, run_vae_jobs
+from vae_programs import VAEJob, run_vae_jobs
 
 from comfy_wan_dist.ipc.messages import LedgerLine, VAESpec
 from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit, choose_vae_split

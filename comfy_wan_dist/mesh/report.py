@@ -9,14 +9,12 @@ from typing import Any
 
 from ..ipc.messages import Done, LedgerLine
 from .degrees import MeshDegrees
-from .hardware import Device
+from .hardware import GB, GIB, Device
 from .job import Counting, PlannedJob
 from .plan import Choice, MeshOption, Plan
 from .traffic import transfers
 
-GB = 10**9
 MIB = 2**20
-GIB = 2**30
 ROWS = 12
 """Of the plan's table; the meshes that it names are always among them."""
 

@@ -19,14 +19,13 @@ from pathlib import Path
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import WanShape
 from .encoding import PACKINGS
-from .entry import TensorEntry
+from .entry import FLOAT_TYPES, TensorEntry
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
 from .shown import listed, shown
 from .wan import expected_parameters
 
-FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
 FIRST_EXPERT, SECOND_EXPERT = "transformer.", "transformer_2."
 SHOWN_KEYS = 10
 PEFT_METADATA = "lora_adapter_metadata"
