@@ -6,7 +6,9 @@ description names. Reading the file's header again is cheap and notices a replac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 
 from .ipc.errors import ConfigError
@@ -137,36 +139,17 @@ def resolve_model(
             dtype=dtype,
         )
     validate_model(degrees, shape)
-
-    def spec(file: ModelFile, expert: str) -> ModelSpec:
-        return ModelSpec(
-            path=file.path,
-            file_bytes=file.file_bytes,
-            mtime_ns=file.mtime_ns,
-            dtype=dtype,
-            compile=handle.compile,
-            content="" if machines is None else content_of(file),
-            loras=tuple(
-                LoraSpec(
-                    path=each.path,
-                    file_bytes=each.file_bytes,
-                    mtime_ns=each.mtime_ns,
-                    strength=lora.strength,
-                    content="" if machines is None else content_of(each),
-                )
-                for lora, each in zip(handle.loras, lora_files, strict=True)
-                if lora.expert in (BOTH, expert)
-            ),
-        )
-
+    build_spec = partial(
+        _build_spec, handle, lora_files, dtype=dtype, has_content=machines is not None
+    )
     low_noise = None
     if handle.low_noise_path:
         low_file = read_wan_file(read_model_file(handle.low_noise_path))
         validate_experts(file, low_file)
-        low_noise = spec(low_file.file, LOW_NOISE)
+        low_noise = build_spec(low_file.file, expert=LOW_NOISE)
     return ResolvedModel(
         handle=handle,
-        spec=spec(file.file, HIGH_NOISE),
+        spec=build_spec(file.file, expert=HIGH_NOISE),
         loras=loras,
         low_noise=low_noise,
         shape=shape,
@@ -175,6 +158,41 @@ def resolve_model(
         machines=machines,
         is_auto=is_auto,
         device_memory=device_memory,
+    )
+
+
+def _build_spec(
+    handle: ModelHandle,
+    lora_files: Sequence[ModelFile],
+    file: ModelFile,
+    *,
+    expert: str,
+    dtype: str,
+    has_content: bool,
+) -> ModelSpec:
+    """One expert with its LoRAs. lora_files: of the handle's. has_content: for ranks that may open other files."""
+
+    def content(each: ModelFile) -> str:
+        return content_of(each) if has_content else ""
+
+    return ModelSpec(
+        path=file.path,
+        file_bytes=file.file_bytes,
+        mtime_ns=file.mtime_ns,
+        dtype=dtype,
+        compile=handle.compile,
+        content=content(file),
+        loras=tuple(
+            LoraSpec(
+                path=each.path,
+                file_bytes=each.file_bytes,
+                mtime_ns=each.mtime_ns,
+                strength=lora.strength,
+                content=content(each),
+            )
+            for lora, each in zip(handle.loras, lora_files, strict=True)
+            if lora.expert in (BOTH, expert)
+        ),
     )
 
 

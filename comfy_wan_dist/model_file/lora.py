@@ -105,39 +105,7 @@ def parse_lora(
     alpha: of pairs that have none beside them. read_scalar: the value of a tensor with one element.
     """
     expected = expected_parameters(shape)
-    found: dict[str, dict[Role, Factor]] = {}
-    unknown: list[str] = []
-    scaled: set[str] = set()
-    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
-    for key, entry in entries.items():
-        # Of two experts' LoRAs in one file the first is meant.
-        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
-        if part is None or (
-            part.parameter not in expected and not _is_beyond(part.parameter, expected)
-        ):
-            unknown.append(key)
-            continue
-        if isinstance(part.role, str):
-            raise ModelFileError(
-                f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
-                "or LoKr"
-            )
-        if entry.dtype not in FLOAT_TYPES:
-            raise ModelFileError(
-                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
-                "choose a 16- or 32-bit file"
-            )
-        role = part.role
-        if role is Role.UP_BIAS:
-            role = Role.DIFFERENCE
-            scaled.add(part.parameter)
-        roles = found.setdefault(part.parameter, {})
-        if role in roles:
-            raise ModelFileError(
-                f"{label} has {shown(key)} and {shown(roles[role].name)}, which mean the same; it is damaged "
-                "or holds several LoRAs, so choose another file"
-            )
-        roles[role] = Factor(name=key, entry=entry)
+    found, scaled, unknown = _find_factors(entries, expected, label)
     patches: dict[str, Patch] = {}
     for parameter, roles in found.items():
         kind = _kind_of(parameter, roles, label)
@@ -171,6 +139,46 @@ def parse_lora(
         unknown=tuple(sorted(unknown, key=order.__getitem__)),
         parameters=len(expected),
     )
+
+
+def _find_factors(
+    entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], label: str
+) -> tuple[dict[str, dict[Role, Factor]], set[str], list[str]]:
+    """By parameter what stands for its change; biases whose change is scaled as their weight's is; keys not known."""
+    found: dict[str, dict[Role, Factor]] = {}
+    scaled: set[str] = set()
+    unknown: list[str] = []
+    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
+    for key, entry in entries.items():
+        # Of two experts' LoRAs in one file the first is meant.
+        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
+        if part is None or (
+            part.parameter not in expected and not _is_beyond(part.parameter, expected)
+        ):
+            unknown.append(key)
+            continue
+        if isinstance(part.role, str):
+            raise ModelFileError(
+                f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
+                "or LoKr"
+            )
+        if entry.dtype not in FLOAT_TYPES:
+            raise ModelFileError(
+                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
+                "choose a 16- or 32-bit file"
+            )
+        role = part.role
+        if role is Role.UP_BIAS:
+            role = Role.DIFFERENCE
+            scaled.add(part.parameter)
+        roles = found.setdefault(part.parameter, {})
+        if role in roles:
+            raise ModelFileError(
+                f"{label} has {shown(key)} and {shown(roles[role].name)}, which mean the same; it is damaged "
+                "or holds several LoRAs, so choose another file"
+            )
+        roles[role] = Factor(name=key, entry=entry)
+    return found, scaled, unknown
 
 
 def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:
