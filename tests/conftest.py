@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -40,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "repeatable", derandomize=True, deadline=None, database=None
     )
     hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # All test modules are imported now. Jobs and tests collect what they leave, many times.
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

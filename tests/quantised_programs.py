@@ -13,7 +13,7 @@ from rank_programs import load_shard
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import ModelSpec
-from devtools.mesh_runs import Inputs, forward_rank, mesh_degrees
+from devtools.mesh_runs import Inputs, Schedule, forward_rank, mesh_degrees, sample_rank
 from workers.checkpoint.packed import PackedWeight, packed_weights
 from workers.model.wan import WanModel
 from workers.parallel.groups import PlaneGroups
@@ -78,6 +78,23 @@ def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str,
         {name: weight().clone() for name, weight in packed_weights(load(spec, plane)[0]).items()}
         for spec in specs
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Velocities of a quantised file and of a plain one, and on rank 0 what sampling with the first makes."""
+
+    quantised: Tensor
+    plain: Tensor
+    latent: Tensor
+
+
+def sample_pair(
+    rank: int, mesh: str, pair: tuple[ModelSpec, ModelSpec], inputs: Inputs, schedule: Schedule
+) -> Sampled:
+    quantised, plain = velocities(rank, mesh, pair, inputs)
+    latent, *_ = sample_rank(rank, mesh, pair[0], inputs, schedule)
+    return Sampled(quantised=quantised, plain=plain, latent=latent)
 
 
 def velocities(

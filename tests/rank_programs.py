@@ -281,19 +281,20 @@ def compiled_forward(
 
 
 def held_weight_bytes(
-    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
-) -> int:
-    """Memory of the model's weights after a job."""
+    rank: int, mesh: str, specs: Sequence[ModelSpec], inputs: Inputs, schedule: Schedule
+) -> list[int]:
+    """Memory of each model's weights after a job with it."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
-    runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
-    assert runner._transformers.model.held is not None
     groups = runner._plane.for_mesh(mesh_degrees(mesh))
-    storages = (
-        local_part(parameter, groups.fsdp)[0].untyped_storage()
-        for parameter in runner._transformers.model.held.loaded.model.parameters()
-    )
-    return sum(storage.nbytes() for storage in storages)
+    held = []
+    for spec in specs:
+        request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+        runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+        assert runner._transformers.model.held is not None
+        parameters = runner._transformers.model.held.loaded.model.parameters()
+        storages = (local_part(each, groups.fsdp)[0].untyped_storage() for each in parameters)
+        held.append(sum(storage.nbytes() for storage in storages))
+    return held
 
 
 def load_shard(
