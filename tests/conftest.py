@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,6 +86,12 @@ def comfy(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     packs = {PACK_FOLDER: ROOT, "test-pack": TEST_PACK}
     with ComfyServer(comfyui=comfyui_path, base=base, packs=packs) as server:
         yield server
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
+    return zlib.crc32(request.node.nodeid.encode())
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -61,12 +60,6 @@ def server(comfy: ComfyServer) -> ComfyServer:
     write_bad_loras(comfy.base)
     write_bad_inputs(comfy.base / "input")
     return comfy
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ recognising the files in test_model_file.py.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,12 +317,6 @@ def server(comfy: ComfyServer) -> ComfyServer:
     lora = spelled(plain_lora(expected_parameters(T2V), seed=5), "comfyui")
     save_file(lora, comfy.base / "models" / "loras" / LORA)
     return comfy
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def prompts() -> Graph:

@@ -5,7 +5,6 @@ Refusals of bad SIGMAS in a graph are in test_bad_input.py.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,12 +93,6 @@ SAMPLINGS = (
     ("euler", 5.0, {"values": "1,0.9,0.6,0.3"}, None),
     ("uni_pc", 5.0, {"scheduler": "beta", "steps": 5, "denoise": 0.8}, None),
 )
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_sigmas_and_presets_equal_stock_sampler_custom(comfy: ComfyServer, seed: int) -> None:

@@ -7,8 +7,6 @@ not know; a strength of 0; unknown keys in report and log; a file replaced on di
 
 from __future__ import annotations
 
-import zlib
-
 import graphs
 import pytest
 import torch
@@ -54,11 +52,6 @@ def server(comfy: ComfyServer) -> ComfyServer:
     for name, tensors in FILES.items():
         save_file(tensors, comfy.base / LORAS / name)
     return comfy
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def with_loras(graph: Graph, chain: Chain) -> Graph:

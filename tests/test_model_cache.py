@@ -32,6 +32,7 @@ from devtools.mesh_runs import (
     model_spec,
 )
 from devtools.rank_pool import RankPool
+from devtools.vae_runs import vae_spec
 from workers import room
 from workers.loaded import HeldModel, ModelSlot
 
@@ -56,13 +57,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSpec]:
 def vae(tmp_path_factory: pytest.TempPathFactory) -> VAESpec:
     path = tmp_path_factory.mktemp("vae") / "vae.safetensors"
     write_vae(path, TINY_VAE, seed=2)
-    status = path.stat()
-    return VAESpec(
-        path=str(path),
-        file_bytes=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-        dtype="float32",
-    )
+    return vae_spec(path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,17 +60,25 @@ def plan(devices: str, *, guided: bool = True, batch: int = 1, dtype: str = "bfl
         (2, False, "ulysses2"),
         (3, True, "ulysses3"),
         (4, True, "cfg2-ulysses2"),
+        (4, False, "ulysses4"),
         (5, True, "ring5"),
         (5, False, "ring5"),
+        (6, True, "cfg2-ulysses3"),
         (7, True, "ring7"),
         (8, True, "cfg2-ulysses4"),
+        (8, False, "ulysses8"),
         (10, True, "cfg2-ring5"),
+        (16, True, "cfg2-ulysses8"),
         (16, False, "ring2-ulysses8"),
         (32, True, "cfg2-ring2-ulysses8"),
+        (32, False, "ring4-ulysses8"),
         (48, True, "cfg2-ulysses24"),
+        (64, True, "cfg2-ring4-ulysses8"),
     ],
 )
-def test_auto_uses_every_device_guidance_first(devices: int, guided: bool, mesh: str) -> None:
+def test_auto_takes_guidance_then_ulysses_then_a_ring(
+    devices: int, guided: bool, mesh: str
+) -> None:
     chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
     assert str(chosen) == mesh
     validate_model(chosen, TI2V_5B)
