@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
-from .mesh.hardware import find_device
+from .mesh.hardware import GB, find_device
 from .mesh.job import PlannedJob
 from .mesh.shape import TI2V_5B
 
-GB = 10**9
 MIN_PYTHON = (3, 10)
 PROBE_TIMEOUT_S = 20
 

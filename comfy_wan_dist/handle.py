@@ -6,7 +6,9 @@ description names. Reading the file's header again is cheap and notices a replac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 
 from .ipc.errors import ConfigError
@@ -145,33 +147,14 @@ def resolve_model(
             dtype=dtype,
         )
     validate_model(degrees, shape)
-
-    def spec(file: ModelFile, expert: str) -> ModelSpec:
-        return ModelSpec(
-            path=file.path,
-            file_bytes=file.file_bytes,
-            mtime_ns=file.mtime_ns,
-            dtype=dtype,
-            compile=handle.compile,
-            content="" if machines is None else content_of(file),
-            loras=tuple(
-                LoraSpec(
-                    path=each.path,
-                    file_bytes=each.file_bytes,
-                    mtime_ns=each.mtime_ns,
-                    strength=lora.strength,
-                    content="" if machines is None else content_of(each),
-                )
-                for lora, each in zip(handle.loras, lora_files, strict=True)
-                if lora.expert in (BOTH, expert)
-            ),
-        )
-
+    build_spec = partial(
+        _build_spec, handle, lora_files, dtype=dtype, has_content=machines is not None
+    )
     return ResolvedModel(
         handle=handle,
-        spec=spec(file.file, HIGH_NOISE),
+        spec=build_spec(file.file, expert=HIGH_NOISE),
         loras=loras,
-        low_noise=None if low_file is None else spec(low_file.file, LOW_NOISE),
+        low_noise=None if low_file is None else build_spec(low_file.file, expert=LOW_NOISE),
         shape=shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),
@@ -183,6 +166,41 @@ def resolve_model(
 
 def whole_bytes(shape: WanShape, dtype: str) -> int:
     return weight_bytes(shape, MeshDegrees(), stage=0, dtype=dtype)
+
+
+def _build_spec(
+    handle: ModelHandle,
+    lora_files: Sequence[ModelFile],
+    file: ModelFile,
+    *,
+    expert: str,
+    dtype: str,
+    has_content: bool,
+) -> ModelSpec:
+    """One expert with its LoRAs. lora_files: of the handle's. has_content: for ranks that may open other files."""
+
+    def content(each: ModelFile) -> str:
+        return content_of(each) if has_content else ""
+
+    return ModelSpec(
+        path=file.path,
+        file_bytes=file.file_bytes,
+        mtime_ns=file.mtime_ns,
+        dtype=dtype,
+        compile=handle.compile,
+        content=content(file),
+        loras=tuple(
+            LoraSpec(
+                path=each.path,
+                file_bytes=each.file_bytes,
+                mtime_ns=each.mtime_ns,
+                strength=lora.strength,
+                content=content(each),
+            )
+            for lora, each in zip(handle.loras, lora_files, strict=True)
+            if lora.expert in (BOTH, expert)
+        ),
+    )
 
 
 def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:

@@ -82,9 +82,6 @@ class Session:
         (ref,) = self._parcel.pack([tensor])
         return ref
 
-    def send_optional(self, tensor: Tensor | None) -> TensorRef | None:
-        return None if tensor is None else self.send(tensor)
-
     def send_split(
         self, tensor: Tensor, sizes: Sequence[int], *, dim: int = 0
     ) -> tuple[TensorRef, ...]:

@@ -41,10 +41,8 @@ def write_transformer(
     _write_weights(path, expected_parameters(shape), seed=seed, dtype=dtype)
 
 
-def write_vae(
-    path: Path, config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
-) -> None:
-    _write_weights(path, expected_shapes(config), seed=seed, dtype=dtype)
+def write_vae(path: Path, config: VAEConfig, *, seed: int) -> None:
+    _write_weights(path, expected_shapes(config), seed=seed, dtype=torch.float32)
 
 
 def write_shards(folder: Path, weights: Mapping[str, Tensor], *, parts: int) -> list[Path]:

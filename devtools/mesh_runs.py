@@ -224,14 +224,14 @@ class LocalJob:
         return self._agreement.agree_least(number)
 
 
-def model_spec(path: Path, *, dtype: str = "float32", compile: bool = False) -> ModelSpec:
+def model_spec(path: Path, *, dtype: str = "float32") -> ModelSpec:
     status = path.stat()
     return ModelSpec(
         path=str(path),
         file_bytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
         dtype=dtype,
-        compile=compile,
+        compile=False,
         content=content_of(read_model_file(str(path))),
     )
 

@@ -172,10 +172,10 @@ def joined(shares: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(shares)).nan_to_num(0.0).sum(0)
 
 
-def vae_spec(path: Path, *, dtype: str = "float32") -> VAESpec:
+def vae_spec(path: Path) -> VAESpec:
     status = path.stat()
     return VAESpec(
-        path=str(path), file_bytes=status.st_size, mtime_ns=status.st_mtime_ns, dtype=dtype
+        path=str(path), file_bytes=status.st_size, mtime_ns=status.st_mtime_ns, dtype="float32"
     )
 
 

@@ -30,12 +30,11 @@ from comfy_wan_dist.ipc.messages import Done, ModelSpec, Progress, SampleRequest
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.memory import weight_bytes
-from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "fullsize"
-TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
 LATENT = (1, 48, 5, 16, 16)
 TEXT_TOKENS = 512
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         "repeatable", derandomize=True, deadline=None, database=None
     )
     hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # All test modules are imported now. Jobs and tests collect what they leave, many times.
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -79,6 +86,12 @@ def comfy(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     packs = {PACK_FOLDER: ROOT, "test-pack": TEST_PACK}
     with ComfyServer(comfyui=comfyui_path, base=base, packs=packs) as server:
         yield server
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
+    return zlib.crc32(request.node.nodeid.encode())
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.messages import DecodeRequest, VAESpec
 from comfy_wan_dist.ipc.shared import Parcel
@@ -50,6 +51,14 @@ def stub_request(parcel: Parcel, action: str, *, id: str = "job", size: int = 4)
         latent=latent,
         result=parcel.reserve((size,), torch.float32),
     )
+
+
+def ask(group: WorkerGroup, action: str) -> torch.Tensor:
+    """The result of a job of the stub runner."""
+    with group.parcel() as parcel:
+        request = stub_request(parcel, action)
+        group.run_blocking(request, parcel.fds)
+        return parcel.tensor(request.result)
 
 
 def search_path() -> str:

@@ -9,15 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from rank_programs import load_shard
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import ModelSpec
-from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import read_wan_file
-from devtools.mesh_runs import CPU, Inputs, forward_rank, mesh_degrees
-from workers.checkpoint.load import build_model, load_weights
+from devtools.mesh_runs import Inputs, Schedule, forward_rank, mesh_degrees, sample_rank
 from workers.checkpoint.packed import PackedWeight, packed_weights
-from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.wan import WanModel
 from workers.parallel.groups import PlaneGroups
 
@@ -70,27 +67,7 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 def load(spec: ModelSpec, plane: PlaneGroups) -> tuple[WanModel, int]:
-    groups = plane.for_mesh(plane.layout)
-    file = read_wan_file(read_model_file(spec.path))
-    model = build_model(
-        file.shape,
-        pp=groups.pp,
-        tp=groups.tp,
-        fsdp=groups.fsdp,
-        dtype=getattr(torch, spec.dtype),
-        device=CPU,
-    )
-    for parameter in model.parameters():
-        parameter.view(torch.uint8).fill_(0xFF)  # NaN, and no value of the file's
-    read = load_weights(
-        model,
-        file,
-        tp=groups.tp,
-        fsdp=groups.fsdp,
-        sharing=build_read_groups(plane, local_ranks=plane.layout.world_size),
-        milestone=pass_by,
-    )
-    return model, read
+    return load_shard(plane, spec.path, dtype=getattr(torch, spec.dtype))
 
 
 def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str, Tensor]]:
@@ -101,6 +78,23 @@ def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str,
         {name: weight().clone() for name, weight in packed_weights(load(spec, plane)[0]).items()}
         for spec in specs
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Velocities of a quantised file and of a plain one, and on rank 0 what sampling with the first makes."""
+
+    quantised: Tensor
+    plain: Tensor
+    latent: Tensor
+
+
+def sample_pair(
+    rank: int, mesh: str, pair: tuple[ModelSpec, ModelSpec], inputs: Inputs, schedule: Schedule
+) -> Sampled:
+    quantised, plain = velocities(rank, mesh, pair, inputs)
+    latent, *_ = sample_rank(rank, mesh, pair[0], inputs, schedule)
+    return Sampled(quantised=quantised, plain=plain, latent=latent)
 
 
 def velocities(

@@ -38,7 +38,7 @@ from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
-from workers.model.wan import TokenRun, mean_square
+from workers.model.wan import TokenRun, WanModel, mean_square
 from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
 from workers.parallel.fsdp import BookedGather, local_part
@@ -47,6 +47,8 @@ from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
 
 T = TypeVar("T")
+Fault = Callable[[], AbstractContextManager[Any]]
+"""As long as it is entered, the product makes a mistake."""
 
 
 def rank_local_norm() -> AbstractContextManager[Any]:
@@ -279,19 +281,52 @@ def compiled_forward(
 
 
 def held_weight_bytes(
-    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, schedule: Schedule
-) -> int:
-    """Memory of the model's weights after a job."""
+    rank: int, mesh: str, specs: Sequence[ModelSpec], inputs: Inputs, schedule: Schedule
+) -> list[int]:
+    """Memory of each model's weights after a job with it."""
     runner, agreement = build_local_runner(rank, mesh)
-    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
-    runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
-    assert runner._transformers.model.held is not None
     groups = runner._plane.for_mesh(mesh_degrees(mesh))
-    storages = (
-        local_part(parameter, groups.fsdp)[0].untyped_storage()
-        for parameter in runner._transformers.model.held.loaded.model.parameters()
+    held = []
+    for spec in specs:
+        request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+        runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+        assert runner._transformers.model.held is not None
+        parameters = runner._transformers.model.held.loaded.model.parameters()
+        storages = (local_part(each, groups.fsdp)[0].untyped_storage() for each in parameters)
+        held.append(sum(storage.nbytes() for storage in storages))
+    return held
+
+
+def load_shard(
+    plane: PlaneGroups,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    machines: int = 1,
+    fault: Fault = no_fault,
+) -> tuple[WanModel, int]:
+    """What the rank holds of a model after loading it together with the others, and the bytes that it read.
+
+    fault: while it loads. Bytes that nothing is loaded into are all ones, which no value of a file is.
+    """
+    degrees = plane.layout
+    groups = plane.for_mesh(degrees)
+    file = read_wan_file(read_model_file(path))
+    model = build_model(
+        file.shape, pp=groups.pp, tp=groups.tp, fsdp=groups.fsdp, dtype=dtype, device=CPU
     )
-    return sum(storage.nbytes() for storage in storages)
+    for parameter in model.parameters():
+        local_part(parameter, groups.fsdp)[0].view(torch.uint8).fill_(0xFF)
+    with fault():
+        bytes_read = load_weights(
+            model,
+            file,
+            tp=groups.tp,
+            fsdp=groups.fsdp,
+            sharing=build_read_groups(plane, local_ranks=degrees.world_size // machines),
+            milestone=pass_by,
+        )
+    return model, bytes_read
 
 
 def loaded_digests(
@@ -300,26 +335,9 @@ def loaded_digests(
     """By the name of each model: digest of every parameter that this rank holds after loading it, bit for bit."""
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
-    groups = plane.for_mesh(degrees)
     digests = {}
     for name, path in paths.items():
-        file = read_wan_file(read_model_file(path))
-        model = build_model(
-            file.shape,
-            pp=groups.pp,
-            tp=groups.tp,
-            fsdp=groups.fsdp,
-            dtype=dtypes[name],
-            device=CPU,
-        )
-        load_weights(
-            model,
-            file,
-            tp=groups.tp,
-            fsdp=groups.fsdp,
-            sharing=build_read_groups(plane, local_ranks=degrees.world_size),
-            milestone=pass_by,
-        )
+        model, _ = load_shard(plane, path, dtype=dtypes[name])
         digest = hashlib.sha256()
         for parameter, value in sorted(model.named_parameters()):
             digest.update(f"{parameter} {value.dtype} {tuple(value.shape)}".encode())

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
-from rank_programs import error_of
+from rank_programs import Fault, error_of, load_shard
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import ModelSpec
-from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.mesh_runs import (
     Inputs,
     LocalJob,
@@ -25,15 +23,13 @@ from devtools.mesh_runs import (
     build_request,
     mesh_degrees,
 )
-from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.reader import TensorReader
-from workers.checkpoint.sharing import ReadGroups, SharedReader, build_read_groups, pass_by
+from workers.checkpoint.sharing import ReadGroups, SharedReader
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.fsdp import local_part
 from workers.parallel.groups import PlaneGroups
 
 CPU = torch.device("cpu")
-Fault = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +45,11 @@ def load_together(
 ) -> Load:
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
-    groups = plane.for_mesh(degrees)
-    file = read_wan_file(read_model_file(path))
-    model = build_model(
-        file.shape,
-        pp=groups.pp,
-        tp=groups.tp,
-        fsdp=groups.fsdp,
-        dtype=torch.bfloat16,
-        device=CPU,
+    model, bytes_read = load_shard(
+        plane, path, dtype=torch.bfloat16, machines=machines, fault=fault
     )
-    for parameter in model.parameters():
-        local_part(parameter, groups.fsdp)[0].fill_(torch.nan)
-    with fault():
-        bytes_read = load_weights(
-            model,
-            file,
-            tp=groups.tp,
-            fsdp=groups.fsdp,
-            sharing=build_read_groups(plane, local_ranks=degrees.world_size // machines),
-            milestone=pass_by,
-        )
-    parts = {name: local_part(each, groups.fsdp) for name, each in model.named_parameters()}
+    fsdp = plane.for_mesh(degrees).fsdp
+    parts = {name: local_part(each, fsdp) for name, each in model.named_parameters()}
     return Load(
         parameters={name: (part.detach().clone(), rows) for name, (part, rows) in parts.items()},
         bytes_read=bytes_read,

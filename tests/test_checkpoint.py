@@ -16,8 +16,9 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError, ModelFileError
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.hardware import GIB
 from comfy_wan_dist.mesh.memory import load_bytes
-from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
@@ -48,10 +49,8 @@ from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.parallel.plan import Slice, parameter_slice
 
 SHAPE = WanShape(dim=256, ffn_dim=192, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
-TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GIB = 2**30
 
 
 def tp_group(size: int, rank: int) -> AxisGroup:

@@ -24,10 +24,10 @@ from comfy_wan_dist.doctor import (
     parse_topology,
 )
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.mesh.hardware import Calibration
+from comfy_wan_dist.mesh.hardware import GB, Calibration
 
 ROOT = Path(__file__).resolve().parent.parent
-GB = 10**9
+
 WORKED_EXAMPLE = (
     "plan",
     "--model",

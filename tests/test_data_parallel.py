@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import zlib
 
 import graphs
 import pytest
@@ -30,12 +29,6 @@ pytestmark = pytest.mark.timeout(400)
 def server(comfy: ComfyServer) -> ComfyServer:
     graphs.write_files(comfy.base)
     return comfy
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_batch_of_three_on_two_planes_equals_one_plane(server: ComfyServer, seed: int) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import time
-import zlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -136,12 +135,6 @@ def server(comfy: ComfyServer) -> ComfyServer:
     ]
     pictures[0].save(comfy.base / "input" / FRAMES, save_all=True, append_images=pictures[1:])
     return comfy
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 # ---- nodes

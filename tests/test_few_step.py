@@ -5,7 +5,6 @@ Refusals of bad SIGMAS in a graph are in test_bad_input.py.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,8 @@ from devtools.rank_pool import RankPool
 pytestmark = pytest.mark.timeout(240)
 
 FASTWAN, TURBO = FEW_STEP
-MESHES = ("cfg2-ulysses2", "ring3", "tp2-sp", "cfg2-pp2-tp2", "dp2-cfg2-ulysses2")
+# Noise is cut by tokens and samples; no block of the model sees it.
+MESHES = ("ring3", "tp2-sp", "pp2", "dp2-cfg2")
 STOCK_LIMIT = 1e-3
 
 
@@ -65,10 +65,7 @@ def test_given_sigmas_refuses_what_no_flow_model_follows(sigmas: tuple[float, ..
         given_sigmas(sigmas)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_noise_of_each_step_is_the_same_on_every_mesh(
-    rank_pool: RankPool, tmp_path: Path, mesh: str
-) -> None:
+def test_noise_of_each_step_is_the_same_on_every_mesh(rank_pool: RankPool, tmp_path: Path) -> None:
     """Given frames, a batch, guidance, and a last sigma above 0, after which noise is needed once more."""
     path = tmp_path / "m.safetensors"
     write_transformer(path, TINY_TRANSFORMER, seed=4)
@@ -81,7 +78,9 @@ def test_noise_of_each_step_is_the_same_on_every_mesh(
         ranks = mesh_degrees(mesh).world_size
         return rank_pool.run(ranks, sample_rank, mesh, model_spec(path), inputs, schedule)[0][0]
 
-    assert relative_error(sampled(mesh), sampled("single")) <= 1e-4
+    expected = sampled("single")
+    for mesh in MESHES:
+        assert relative_error(sampled(mesh), expected) <= 1e-4, mesh
 
 
 # ---- with a real ComfyUI
@@ -94,12 +93,6 @@ SAMPLINGS = (
     ("euler", 5.0, {"values": "1,0.9,0.6,0.3"}, None),
     ("uni_pc", 5.0, {"scheduler": "beta", "steps": 5, "denoise": 0.8}, None),
 )
-
-
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    """A seed that no other test uses: ComfyUI would answer a graph that it has seen from its cache."""
-    return zlib.crc32(request.node.nodeid.encode())
 
 
 def test_sigmas_and_presets_equal_stock_sampler_custom(comfy: ComfyServer, seed: int) -> None:

@@ -32,7 +32,7 @@ from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 
 SHAPE = WanShape(dim=512, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
-MESHES = ("single", "tp2", "tp4", "pp2", "ulysses2")
+MESHES = ("single", "tp2", "pp2", "ulysses2")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -148,7 +148,7 @@ def test_folders_give_the_same_video_as_the_file(server: ComfyServer) -> None:
     seed = zlib.crc32(b"forms")
 
     def video(model: str, encoder: str, decoder: str) -> dict[str, Tensor]:
-        graph = image_to_video(seed=seed, steps=2, model=model)
+        graph = image_to_video(seed=seed, steps=1, model=model)
         graph["latent"]["inputs"]["vae_name"] = encoder
         graph["decode"]["inputs"]["vae_name"] = decoder
         save_tensors(graph, latent=["sampler"], images=["decode"])
@@ -160,9 +160,8 @@ def test_folders_give_the_same_video_as_the_file(server: ComfyServer) -> None:
     shard = "official/diffusion_pytorch_model-00002-of-00003.safetensors"
     for names in (
         ("official/", "tiny/", "Tiny [diffusers]"),
-        ("Tiny [diffusers]", "Tiny [diffusers]", "tiny/"),
+        ("Tiny/transformer [diffusers]", "Tiny [diffusers]", "tiny/"),
         (shard, VAE, "tiny/diffusion_pytorch_model.safetensors"),
-        ("Tiny/transformer [diffusers]", VAE, VAE),
     ):
         actual = video(*names)
         for node, tensors in expected.items():

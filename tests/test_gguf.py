@@ -99,7 +99,7 @@ def test_entries_are_those_that_the_package_reads(file: Path, is_reshaped: bool)
         entry = model.entries[tensor_.name]
         assert entry.dtype == tensor_.tensor_type.name
         assert entry.start == tensor_.data_offset
-        assert entry.stop - entry.start == tensor_.n_bytes
+        assert entry.size == tensor_.n_bytes
         if len(entry.shape) != 5:
             assert entry.shape == tuple(reversed(tensor_.shape.tolist()))
     assert model.entries["patch_embedding.weight"].shape == (128, 48, 1, 2, 2)

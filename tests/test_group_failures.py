@@ -14,6 +14,7 @@ import pytest
 import torch
 from group_kit import (
     Interrupted,
+    ask,
     assert_nothing_left,
     is_running,
     processes_naming,
@@ -38,13 +39,6 @@ from comfy_wan_dist.ipc.errors import (
 @pytest.fixture(autouse=True)
 def runner_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", search_path())
-
-
-def ask(group: WorkerGroup, action: str) -> torch.Tensor:
-    with group.parcel() as parcel:
-        request = stub_request(parcel, action)
-        group.run_blocking(request, parcel.fds)
-        return parcel.tensor(request.result)
 
 
 def kill_later(pid: int, after_s: float) -> threading.Timer:

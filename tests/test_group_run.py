@@ -13,6 +13,7 @@ import pytest
 import torch
 from group_kit import (
     Interrupted,
+    ask,
     listening_addresses,
     processes_naming,
     search_path,
@@ -62,13 +63,6 @@ def group_survives(group: WorkerGroup) -> Iterator[None]:
     assert group.is_alive
     assert group.pids == pids
     assert isinstance(ask(group, "echo"), torch.Tensor)
-
-
-def ask(group: WorkerGroup, action: str) -> torch.Tensor:
-    with group.parcel() as parcel:
-        request = stub_request(parcel, action)
-        group.run_blocking(request, parcel.fds)
-        return parcel.tensor(request.result)
 
 
 def test_run_returns_what_the_ranks_answer_and_wrote(group: WorkerGroup) -> None:

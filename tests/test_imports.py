@@ -327,7 +327,7 @@ def test_importing_the_pack_by_any_folder_name_does_no_work(tmp_path: Path) -> N
         "open(__file__ + '.log', 'w').close()",
         "import subprocess\nsubprocess.run(['true'])",
         "import socket\nsocket.socket().close()",
-        "import threading\nthreading.Timer(9, print).start()",
+        "import threading\nthreading.Timer(1, print).start()",
         "import os\nos.environ['X'] = '1'",
     ],
 )

@@ -7,8 +7,6 @@ not know; a strength of 0; unknown keys in report and log; a file replaced on di
 
 from __future__ import annotations
 
-import zlib
-
 import graphs
 import pytest
 import torch
@@ -56,11 +54,6 @@ def server(comfy: ComfyServer) -> ComfyServer:
     return comfy
 
 
-@pytest.fixture
-def seed(request: pytest.FixtureRequest) -> int:
-    return zlib.crc32(request.node.nodeid.encode())
-
-
 def with_loras(graph: Graph, chain: Chain) -> Graph:
     """The graph with a chain of nodes between loader and sampler; its report is shown by the node "text"."""
     source = "model"
@@ -103,10 +96,9 @@ def text_of(server: ComfyServer, graph: Graph) -> tuple[Tensor, str]:
     "chain",
     [
         [("mixed.safetensors", 0.8)],
-        [("mixed.safetensors", 1.0), ("kohya.safetensors", -0.5)],
         [("kohya.safetensors", 0.7), ("mixed.safetensors", -1.3), ("kohya.safetensors", 0.2)],
     ],
-    ids=["mixed", "two", "three"],
+    ids=["mixed", "three"],
 )
 def test_chain_is_that_of_the_stock_nodes(server: ComfyServer, seed: int, chain: Chain) -> None:
     result = succeed(server, with_stock_twin(own(chain, seed), chain))

@@ -27,12 +27,12 @@ import pytest
 import torch
 from group_kit import (
     Interrupted,
+    ask,
     assert_nothing_left,
     is_running,
     listening_addresses,
     processes_naming,
     search_path,
-    stub_request,
     stub_spec,
     wait_until,
 )
@@ -117,13 +117,6 @@ def two_machines(
     """A group of stub ranks here and on one other machine."""
     machines = Machines(count=2, head=head)
     return stub_spec(log, ranks=ranks, machines=machines, start_timeout_s=start_timeout_s)
-
-
-def ask(group: WorkerGroup, action: str) -> torch.Tensor:
-    with group.parcel() as parcel:
-        request = stub_request(parcel, action)
-        group.run_blocking(request, parcel.fds)
-        return parcel.tensor(request.result)
 
 
 # ---- what is asked for

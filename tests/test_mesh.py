@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comfy_wan_dist.ipc.errors import ConfigError, MeshError
-from comfy_wan_dist.mesh.choice import choose_mesh, fitting_mesh
+from comfy_wan_dist.mesh.choice import fitting_mesh
 from comfy_wan_dist.mesh.degrees import AXES, MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.devices import DeviceList, parse_devices
 from comfy_wan_dist.mesh.layout import coordinates, groups, rank_at
 from comfy_wan_dist.mesh.memory import load_bytes, weight_bytes
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid
 from comfy_wan_dist.mesh.shards import ShardRange, shard_range
 from comfy_wan_dist.mesh.validate import (
     allowed_tp,
@@ -24,9 +24,6 @@ from comfy_wan_dist.mesh.validate import (
     validate_model,
 )
 from workers.parallel.collectives import AxisGroup, Ledger
-
-TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
-SMALL_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=1, in_dim=48, out_dim=48)
 
 
 def tp_group(size: int, rank: int = 0) -> AxisGroup:
@@ -300,32 +297,6 @@ def test_devices_refused(text: str, visible: int, message: str) -> None:
 
 
 # ---- choice
-
-
-@pytest.mark.parametrize(
-    ("devices", "guided", "mesh"),
-    [
-        (1, True, "single"),
-        (2, True, "cfg2"),
-        (2, False, "ulysses2"),
-        (3, True, "ulysses3"),
-        (4, True, "cfg2-ulysses2"),
-        (4, False, "ulysses4"),
-        (5, True, "ring5"),
-        (6, True, "cfg2-ulysses3"),
-        (8, True, "cfg2-ulysses4"),
-        (8, False, "ulysses8"),
-        (16, True, "cfg2-ulysses8"),
-        (32, False, "ring4-ulysses8"),
-        (64, True, "cfg2-ring4-ulysses8"),
-    ],
-)
-def test_auto_takes_guidance_then_ulysses_then_a_ring(
-    devices: int, guided: bool, mesh: str
-) -> None:
-    chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
-    assert str(chosen) == mesh
-    validate_model(chosen, TI2V_5B)
 
 
 # ---- memory

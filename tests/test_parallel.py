@@ -8,14 +8,13 @@ own functions; equal residuals over the tensor-parallel ranks; compiled blocks. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rank_programs
 import torch
+from rank_programs import Fault
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
@@ -43,7 +42,6 @@ from devtools.mesh_runs import (
 from devtools.rank_pool import RankPool
 
 TEXT, IMAGE, ODD, BATCH = CASES
-Fault = Callable[[], AbstractContextManager[Any]]
 
 # Each fault with a mesh and a case in which it matters. Where an exchange is left out shards must be even.
 FAULTS: tuple[tuple[Fault, str, Case], ...] = (

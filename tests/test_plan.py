@@ -15,6 +15,7 @@ from comfy_wan_dist.mesh.choice import choose_job_mesh, choose_mesh, explain_mes
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.hardware import (
     DEVICES,
+    GB,
     Calibration,
     DevicePool,
     cpu_device,
@@ -35,7 +36,6 @@ from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import Case, Schedule, mesh_degrees, model_spec
 from devtools.rank_pool import RankPool
 
-GB = 10**9
 GRID = video_grid(TI2V_5B, height=704, width=1280, frames=121)
 
 
@@ -60,17 +60,25 @@ def plan(devices: str, *, guided: bool = True, batch: int = 1, dtype: str = "bfl
         (2, False, "ulysses2"),
         (3, True, "ulysses3"),
         (4, True, "cfg2-ulysses2"),
+        (4, False, "ulysses4"),
         (5, True, "ring5"),
         (5, False, "ring5"),
+        (6, True, "cfg2-ulysses3"),
         (7, True, "ring7"),
         (8, True, "cfg2-ulysses4"),
+        (8, False, "ulysses8"),
         (10, True, "cfg2-ring5"),
+        (16, True, "cfg2-ulysses8"),
         (16, False, "ring2-ulysses8"),
         (32, True, "cfg2-ring2-ulysses8"),
+        (32, False, "ring4-ulysses8"),
         (48, True, "cfg2-ulysses24"),
+        (64, True, "cfg2-ring4-ulysses8"),
     ],
 )
-def test_auto_uses_every_device_guidance_first(devices: int, guided: bool, mesh: str) -> None:
+def test_auto_takes_guidance_then_ulysses_then_a_ring(
+    devices: int, guided: bool, mesh: str
+) -> None:
     chosen = choose_mesh(TI2V_5B, device_count=devices, guided=guided)
     assert str(chosen) == mesh
     validate_model(chosen, TI2V_5B)
@@ -207,26 +215,28 @@ def test_every_option_is_valid_and_listed_once() -> None:
 # ---- memory
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "mesh", ["single", "tp2", "pp2", "pp2-tp4", "ulysses2-fsdp", "ring3-fsdp", "cfg2-pp2-tp2-fsdp"]
 )
 def test_weight_bytes_equal_what_a_rank_holds_after_a_job(
-    mesh: str, dtype: str, rank_pool: RankPool, tmp_path: Path
+    mesh: str, rank_pool: RankPool, tmp_path: Path
 ) -> None:
+    dtypes = ("float32", "bfloat16")
     write_transformer(tmp_path / "m.safetensors", TINY_TRANSFORMER, seed=0)
     degrees = mesh_degrees(mesh)
     held = rank_pool.run(
         degrees.world_size,
         rank_programs.held_weight_bytes,
         mesh,
-        model_spec(tmp_path / "m.safetensors", dtype=dtype),
+        [model_spec(tmp_path / "m.safetensors", dtype=dtype) for dtype in dtypes],
         Case(name="any", frames=2, height=4, width=4).inputs(TINY_TRANSFORMER),
         Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=5.0),
     )
     for rank, bytes_held in enumerate(held):
         stage = coordinates(degrees, rank)["pp"]
-        assert weight_bytes(TINY_TRANSFORMER, degrees, stage=stage, dtype=dtype) == bytes_held
+        assert bytes_held == [
+            weight_bytes(TINY_TRANSFORMER, degrees, stage=stage, dtype=dtype) for dtype in dtypes
+        ]
 
 
 def test_fsdp_cuts_blocks_and_leaves_the_rest_whole() -> None:

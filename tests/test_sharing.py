@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import sharing_programs as programs
 import torch
+from rank_programs import Fault
 from safetensors.torch import save_file
-from sharing_programs import Fault, Load, load_together, load_with_trouble
+from sharing_programs import Load, load_together, load_with_trouble
 from torch import Tensor
 
 from comfy_wan_dist.mesh.layout import coordinates

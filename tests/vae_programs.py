@@ -41,8 +41,6 @@ from workers.vae.layers import (
 )
 from workers.vae.wan22 import WanVAE
 
-Fault = Callable[[], AbstractContextManager[Any]]
-
 
 def no_causal_halo() -> AbstractContextManager[Any]:
     """Zeros instead of the neighbours' rows before the 3x3x3 convolutions."""

@@ -8,11 +8,12 @@ import torch
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import SampleRequest
+from comfy_wan_dist.mesh.hardware import GIB
 from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.memory import RankMemory, rank_memory
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 
-from .checkpoint.memory import GIB, free_memory, usable_memory
+from .checkpoint.memory import free_memory, usable_memory
 from .parallel.groups import MeshGroups
 
 

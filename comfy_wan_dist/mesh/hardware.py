@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from ..ipc.errors import ConfigError
 
-GB = 10**9
+GB, GIB = 10**9, 2**30
+"""Vendors count bytes in the first; what is said to be used or free is in the second."""
 MAX_DEVICES = 1024
 
 

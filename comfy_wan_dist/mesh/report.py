@@ -9,14 +9,12 @@ from typing import Any
 
 from ..ipc.messages import Done, LedgerLine
 from .degrees import MeshDegrees
-from .hardware import Device
+from .hardware import GB, GIB, Device
 from .job import Counting, PlannedJob
 from .plan import Choice, MeshOption, Plan
 from .traffic import transfers
 
-GB = 10**9
 MIB = 2**20
-GIB = 2**30
 ROWS = 12
 """Of the plan's table; the meshes that it names are always among them."""
 
@@ -34,12 +32,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def shown_options(plan: Plan, rows: int = ROWS) -> list[MeshOption]:
+def shown_options(plan: Plan) -> list[MeshOption]:
     """The fastest options, the named ones and one device alone, fastest first, those that do not fit last."""
     named = [choice.option for choice in (plan.latency, plan.throughput, plan.auto) if choice]
     keep = {option.mesh for option in named} | {MeshDegrees()}
     others = [option for option in plan.options if option.mesh not in keep]
-    keep |= {option.mesh for option in others[: max(0, rows - len(keep))]}
+    keep |= {option.mesh for option in others[: max(0, ROWS - len(keep))]}
     return [option for option in plan.options if option.mesh in keep]
 
 

@@ -81,13 +81,11 @@ def transfers(
     )
 
 
-def predict_ledger(
-    job: PlannedJob, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
-) -> tuple[LedgerLine, ...]:
+def predict_ledger(job: PlannedJob, degrees: MeshDegrees, rank: int) -> tuple[LedgerLine, ...]:
     """The ledger of rank `rank` of the job's mesh at the end of the job."""
     calls: Counter[tuple[str, str, str]] = Counter()
     total: Counter[tuple[str, str, str]] = Counter()
-    for transfer in transfers(job, degrees, rank, counting):
+    for transfer in transfers(job, degrees, rank, Counting.RUN):
         key = (transfer.op, transfer.axis, transfer.dtype)
         count = transfer.total_calls(job.steps)
         calls[key] += count

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError, InsufficientMemoryError
+from .hardware import GIB
 from .vae_split import RUN, LatentSize, VAESplit, fastest_split, possible_splits
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

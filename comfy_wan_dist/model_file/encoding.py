@@ -161,7 +161,7 @@ def _formats_beside(entries: Mapping[str, TensorEntry], label: str) -> dict[str,
         if leaf != "comfy_quant":
             continue
         try:
-            if entry.dtype != "U8" or entry.stop - entry.start > MAX_FORMAT_BYTES:
+            if entry.dtype != "U8" or entry.size > MAX_FORMAT_BYTES:
                 raise ValueError("no short text")
             formats[layer] = _format_name(json.loads(_read(entry)))
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -180,7 +180,7 @@ def _format_name(conf: Any) -> str:
 
 def _read(entry: TensorEntry) -> bytes:
     with open(entry.path, "rb") as file:
-        return os.pread(file.fileno(), entry.stop - entry.start, entry.start)
+        return os.pread(file.fileno(), entry.size, entry.start)
 
 
 def _guess_format(layer: str, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> str | None:

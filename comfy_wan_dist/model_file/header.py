@@ -113,9 +113,10 @@ def content_of(file: ModelFile) -> str:
                     continue
                 if entry.path not in files:
                     files[entry.path] = opened.enter_context(open(entry.path, "rb"))
-                size = entry.stop - entry.start
-                start = entry.start + max(0, size - PIECE_BYTES) // 2
-                digest.update(os.pread(files[entry.path].fileno(), min(size, PIECE_BYTES), start))
+                start = entry.start + max(0, entry.size - PIECE_BYTES) // 2
+                digest.update(
+                    os.pread(files[entry.path].fileno(), min(entry.size, PIECE_BYTES), start)
+                )
         except OSError as error:
             raise ModelFileError(
                 f"{Path(file.path).name} cannot be read: {error.strerror or error}"

@@ -19,14 +19,13 @@ from pathlib import Path
 from ..ipc.errors import ModelFileError
 from ..mesh.shape import WanShape
 from .encoding import PACKINGS
-from .entry import TensorEntry
+from .entry import FLOAT_TYPES, TensorEntry
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
 from .shown import listed, shown
 from .wan import expected_parameters
 
-FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
 FIRST_EXPERT, SECOND_EXPERT = "transformer.", "transformer_2."
 SHOWN_KEYS = 10
 PEFT_METADATA = "lora_adapter_metadata"
@@ -106,39 +105,7 @@ def parse_lora(
     alpha: of pairs that have none beside them. read_scalar: the value of a tensor with one element.
     """
     expected = expected_parameters(shape)
-    found: dict[str, dict[Role, Factor]] = {}
-    unknown: list[str] = []
-    scaled: set[str] = set()
-    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
-    for key, entry in entries.items():
-        # Of two experts' LoRAs in one file the first is meant.
-        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
-        if part is None or (
-            part.parameter not in expected and not _is_beyond(part.parameter, expected)
-        ):
-            unknown.append(key)
-            continue
-        if isinstance(part.role, str):
-            raise ModelFileError(
-                f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
-                "or LoKr"
-            )
-        if entry.dtype not in FLOAT_TYPES:
-            raise ModelFileError(
-                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
-                "choose a 16- or 32-bit file"
-            )
-        role = part.role
-        if role is Role.UP_BIAS:
-            role = Role.DIFFERENCE
-            scaled.add(part.parameter)
-        roles = found.setdefault(part.parameter, {})
-        if role in roles:
-            raise ModelFileError(
-                f"{label} has {shown(key)} and {shown(roles[role].name)}, which mean the same; it is damaged "
-                "or holds several LoRAs, so choose another file"
-            )
-        roles[role] = Factor(name=key, entry=entry)
+    found, scaled, unknown = _find_factors(entries, expected, label)
     patches: dict[str, Patch] = {}
     for parameter, roles in found.items():
         kind = _kind_of(parameter, roles, label)
@@ -174,6 +141,46 @@ def parse_lora(
     )
 
 
+def _find_factors(
+    entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], label: str
+) -> tuple[dict[str, dict[Role, Factor]], set[str], list[str]]:
+    """By parameter what stands for its change; biases whose change is scaled as their weight's is; keys not known."""
+    found: dict[str, dict[Role, Factor]] = {}
+    scaled: set[str] = set()
+    unknown: list[str] = []
+    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
+    for key, entry in entries.items():
+        # Of two experts' LoRAs in one file the first is meant.
+        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
+        if part is None or (
+            part.parameter not in expected and not _is_beyond(part.parameter, expected)
+        ):
+            unknown.append(key)
+            continue
+        if isinstance(part.role, str):
+            raise ModelFileError(
+                f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
+                "or LoKr"
+            )
+        if entry.dtype not in FLOAT_TYPES:
+            raise ModelFileError(
+                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_TYPES)}, so "
+                "choose a 16- or 32-bit file"
+            )
+        role = part.role
+        if role is Role.UP_BIAS:
+            role = Role.DIFFERENCE
+            scaled.add(part.parameter)
+        roles = found.setdefault(part.parameter, {})
+        if role in roles:
+            raise ModelFileError(
+                f"{label} has {shown(key)} and {shown(roles[role].name)}, which mean the same; it is damaged "
+                "or holds several LoRAs, so choose another file"
+            )
+        roles[role] = Factor(name=key, entry=entry)
+    return found, scaled, unknown
+
+
 def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:
     """The shape of a model whose parameters `names` are changed: what of them was packed is packed anew, as Q8_0.
 
@@ -194,12 +201,12 @@ def read_scalar(entry: TensorEntry) -> float:
     """The value of a tensor with one element. Raises ModelFileError."""
     try:
         with open(entry.path, "rb") as file:
-            raw = os.pread(file.fileno(), entry.stop - entry.start, entry.start)
+            raw = os.pread(file.fileno(), entry.size, entry.start)
     except OSError as error:
         raise ModelFileError(
             f"{Path(entry.path).name} cannot be read: {error.strerror or error}"
         ) from error
-    if len(raw) < entry.stop - entry.start:
+    if len(raw) < entry.size:
         raise ModelFileError(
             f"{Path(entry.path).name} became shorter while it was read; load it again"
         )

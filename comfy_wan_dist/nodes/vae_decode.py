@@ -12,10 +12,10 @@ from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest
 from ..ipc.shared import split_ref
 from ..mesh.flops import vae_flops
+from ..mesh.hardware import GIB
 from ..mesh.report import job_text
 from .load_model import CATEGORY, WanDistModel
 
-GIB = 2**30
 MOST_GIB = 10_000
 IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 

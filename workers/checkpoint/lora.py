@@ -227,7 +227,7 @@ class LocalChange:
         """[rows, columns] of a factor in float32. Raises ModelFileError, also for values that are not finite."""
         values = torch.empty(len(rows), len(columns), device=self._device)
         entry = factor.entry
-        row_bytes = (entry.stop - entry.start) // factor.rows
+        row_bytes = entry.size // factor.rows
         item_bytes = row_bytes // factor.columns
         # One run of bytes if rows are whole, else one for each row.
         runs = (

@@ -9,10 +9,10 @@ import torch
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
 from comfy_wan_dist.mesh.choice import fitting_mesh
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.hardware import GIB
 from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.shape import WanShape
 
-GIB = 2**30
 UNLIMITED = 2**62
 
 

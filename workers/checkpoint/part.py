@@ -46,7 +46,7 @@ class ParameterPart:
     @property
     def file_bytes(self) -> int:
         """Of the whole parameter."""
-        return self.stored.entry.stop - self.stored.entry.start
+        return self.stored.entry.size
 
     @property
     def width(self) -> int:

@@ -65,7 +65,7 @@ class TensorReader:
         """
         start = entry.start
         if rows is not None:
-            start += rows.start * ((entry.stop - entry.start) // entry.shape[0])
+            start += rows.start * (entry.size // entry.shape[0])
         if columns is None:
             self._read_rows(target.view(-1), entry, start)
         else:

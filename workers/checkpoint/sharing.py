@@ -181,7 +181,7 @@ class SharedReader:
         peers = self.groups.peers
         first, count = (0, entry.shape[0]) if rows is None else (rows.start, rows.stop - rows.start)
         dtype = TORCH_TYPES[entry.dtype]
-        row_bytes = (entry.stop - entry.start) // entry.shape[0]
+        row_bytes = entry.size // entry.shape[0]
         widths = [(each.stop - each.start) * dtype.itemsize for each in columns]
         at_once = max(peers.size, BUFFER_BYTES // row_bytes)
         for start in range(0, count, at_once):

@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.shape import TI2V_CHANNELS
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.entry import FLOAT_TYPES, TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.shown import shown
 from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
@@ -20,8 +20,6 @@ from workers.vae.wan22 import VAEConfig, WanVAE
 
 from .allocate import allocate_parameters
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections, pass_by, read_alone
-
-DTYPES = ("F32", "F16", "BF16", "F64")
 
 # The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
 MOST_TENSORS = 1000
@@ -58,9 +56,9 @@ def build_vae(
             f"but Wan2.2 TI2V-5B needs {SPATIAL} and {TEMPORAL}; {REMEDY}"
         )
     for name, entry in entries.items():
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in FLOAT_TYPES:
             raise ModelFileError(
-                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(DTYPES)}, so {REMEDY}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(FLOAT_TYPES)}, so {REMEDY}"
             )
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)

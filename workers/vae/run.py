@@ -20,7 +20,7 @@ from comfy_wan_dist.mesh.vae_split import LatentSize
 from .layers import FrameHistory
 from .tiles import Tiling, decode_tile, encode_tile, encode_window
 from .wan22 import VAEConfig, WanVAE
-from .writer import Made, Writer, build_writer
+from .writer import Made, build_writer
 
 SPATIAL, TEMPORAL = 16, 4
 PICTURE_DTYPES = (torch.float32, torch.uint8)
@@ -125,14 +125,13 @@ def decode_chunks_into(
     *,
     share: VAEShare,
     device: torch.device,
-    writer: Writer | None = None,
 ) -> Iterator[int]:
     """Decode this device's share of latent [B, C, T, h, w] (raw VAE space) into its share of `frames`.
 
     Both are as `validate_decode` has them. Each sample goes through alone, so memory is that of one. With tiles each
     chunk comes several times, and what is yielded grows by less than a frame each time.
     """
-    writer = writer or build_writer(device)
+    writer = build_writer(device)
     rows, columns = pixels_of(share.rows), pixels_of(share.columns)
     videos = frames.unflatten(0, (latent.shape[0], -1))[:, :, rows, columns]
     parts = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
