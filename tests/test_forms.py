@@ -32,7 +32,7 @@ from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
 
 SHAPE = WanShape(dim=512, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
-MESHES = ("single", "tp2", "pp2", "ulysses2")
+MESHES = ("single", "tp2", "tp4", "pp2", "ulysses2")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -64,7 +64,6 @@ SHAPE = WanShape(
     dim=512, ffn_dim=768, num_layers=2, in_dim=48, out_dim=48, text_dim=256, freq_dim=256
 )
 # Where only tp cuts, what is read depends on the form; elsewhere one of each kind is enough.
-ONE_OF_EACH = ("float8_e4m3fn", "scaled-OLD", "F16", "Q4_0", "Q4_K", "mixed")
 CASE = Case(name="any", frames=2, height=4, width=4)
 SCHEDULE = Schedule(solver="euler", sigmas=(1.0, 0.5, 0.0), guidance=5.0)
 ONE_STEP = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=5.0)
@@ -160,8 +159,6 @@ def test_every_form_loads_to_the_slices_of_its_values(
     mesh: str, forms: Mapping[str, Form], rank_pool: RankPool
 ) -> None:
     degrees = mesh_degrees(mesh)
-    if mesh not in ("single", "tp4"):
-        forms = {name: forms[name] for name in ONE_OF_EACH}
     answers = rank_pool.run(
         degrees.world_size,
         programs.compare_shards,

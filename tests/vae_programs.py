@@ -29,6 +29,7 @@ from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.vae_spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae_temporal import RelayedHistory
 from workers.parked import ParkedWeights
+from workers.peak_memory import peak_memory, reset_peak_memory
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -322,3 +323,19 @@ def fail_once(errors: list[MemoryError], model: nn.Module) -> ParkedWeights:
     if errors:
         raise errors.pop()
     return ParkedWeights(model)
+
+
+LARGE = 64 * 2**20
+"""Bytes; large enough for malloc to give it back at once."""
+
+
+def peak_around_a_large_tensor(rank: int) -> tuple[int, int, int]:
+    """The most since a reset: before there is a tensor of LARGE bytes, with it, and reset once more after it."""
+    cpu = torch.device("cpu")
+    torch.ones(LARGE, dtype=torch.uint8)  # whatever else torch takes for one
+    reset_peak_memory(cpu)
+    before = peak_memory(cpu)
+    torch.ones(LARGE, dtype=torch.uint8)
+    during = peak_memory(cpu)
+    reset_peak_memory(cpu)
+    return before, during, peak_memory(cpu)
