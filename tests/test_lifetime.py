@@ -153,31 +153,33 @@ def test_starting_group_ends_with_comfyui(
     assert_ends_within_limit(server, number, groups, private)
 
 
-# A group whose client is killed is in test_group_lifeline.py as well, idle and at work.
-
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_loading_group_ends_with_comfyui(
-    start_server: StartServer, private: Path, slow_switch: Path
+    start_server: StartServer, private: Path, slow_switch: Path, number: signal.Signals
 ) -> None:
     server = start_server()
     slow_switch.touch()
     run = BackgroundRun(server, long_graph())
     run.wait_for_steps(2, maximum=100)
     groups = groups_of(server.pid)
-    assert_ends_within_limit(server, signal.SIGINT, groups, private)
+    assert_ends_within_limit(server, number, groups, private)
     assert [event for event in run.steps() if event.data["max"] == STEPS] == []
 
 
-def test_idle_group_ends_with_comfyui(start_server: StartServer, private: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_idle_group_ends_with_comfyui(
+    start_server: StartServer, private: Path, number: signal.Signals
+) -> None:
     server = start_server()
     graph = long_graph()
     graph["sampler"]["inputs"]["steps"] = 2
     succeed(server, graph)
-    assert_ends_within_limit(server, signal.SIGINT, groups_of(server.pid), private)
+    assert_ends_within_limit(server, number, groups_of(server.pid), private)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_interrupted_load_leaves_a_working_group_that_ends_with_comfyui_while_it_samples(
-    start_server: StartServer, private: Path, slow_switch: Path
+    start_server: StartServer, private: Path, slow_switch: Path, number: signal.Signals
 ) -> None:
     server = start_server()
     slow_switch.touch()
@@ -198,4 +200,4 @@ def test_interrupted_load_leaves_a_working_group_that_ends_with_comfyui_while_it
     again = BackgroundRun(server, long_graph())
     again.wait_for_steps(3, maximum=STEPS)
     assert group_of(server) == group
-    assert_ends_within_limit(server, signal.SIGKILL, [group], private)
+    assert_ends_within_limit(server, number, [group], private)
