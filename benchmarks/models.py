@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import shard_range
 from devtools.comfy_server import find_comfyui
@@ -25,7 +26,6 @@ from workers.model.tokens import patchify, token_runs
 from workers.model.wan import TextKeysValues
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
-from workers.parallel.plan import parameter_slice
 from workers.sampling.denoise import Branch, Conditioning, Guidance, guided_velocity
 
 ROOT = Path(__file__).resolve().parent.parent

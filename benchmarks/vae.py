@@ -29,7 +29,7 @@ from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
 from devtools.vae_runs import CPU, build_seeded_vae, make_inputs
 from workers.parallel.groups import PlaneGroups
-from workers.parallel.vae_share import apply_vae_split
+from workers.parallel.vae.share import apply_vae_split
 from workers.vae.run import VAEShare, decode_chunks_into
 from workers.vae.wan22 import VAEConfig
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.flops import rank_flops
-from comfy_wan_dist.mesh.hardware import Calibration
-from comfy_wan_dist.mesh.job import PlannedJob
 from comfy_wan_dist.mesh.shape import PATCH_POSITIONS
+from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.planning.hardware import Calibration
 from workers.model.rope import rope_table
 from workers.model.wan import TokenRun, WanModel
 

@@ -30,12 +30,12 @@ from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
-from workers.loaded import finish_model
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import PlaneGroups
-from workers.pipeline import PlaneRunner
+from workers.resident.slot import finish_model
+from workers.runner import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
 from workers.sampling.run import encode_prompts, gather_tokens, prepare_sample
 

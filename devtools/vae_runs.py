@@ -28,7 +28,7 @@ from comfy_wan_dist.ipc.messages import (
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from workers.parallel.groups import PlaneGroups
-from workers.parallel.vae_share import apply_vae_split
+from workers.parallel.vae.share import apply_vae_split
 from workers.vae.run import decode_chunks_into, encode_chunks_into
 from workers.vae.wan22 import VAEConfig, WanVAE
 

@@ -26,10 +26,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter
 from safetensors.torch import save_file
 
-from comfy_wan_dist.conditioning_file import TEXT_DIM, save
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.mesh.choice import choose_mesh
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.model_file.conditioning import TEXT_DIM, save
 from devtools.checkpoints import transformer_weights, write_vae
 from devtools.comfy_server import PACK_FOLDER, ComfyServer, ComfyServerError, Event, find_comfyui
 from workers.vae.wan22 import VAEConfig

@@ -37,7 +37,7 @@ from ..ipc.errors import (
 from ..ipc.messages import Cancel, Done, Failed, Message, Progress, Request, encode
 from ..ipc.shared import BufferPool, Parcel
 from .launch import RunningProcesses
-from .machines import MachineConnection, lost_machine
+from .machines.door import MachineConnection, lost_machine
 from .process import ProcessHandle
 from .spec import LaunchSpec
 

@@ -26,7 +26,7 @@ from ..ipc.errors import ProtocolError, WorkerStartError
 from ..ipc.messages import Ready, Shutdown
 from .environment import child_environment
 from .listener import Listener, RankConnection
-from .machines import MachineConnection, MachineDoor, command_to_join
+from .machines.door import MachineConnection, MachineDoor, command_to_join
 from .process import ProcessHandle
 from .spec import LaunchSpec
 
@@ -216,7 +216,7 @@ def start_launcher(
     output: int,
     inherited: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    """Run workers/launcher.py with `options`; it and its ranks write to `output`.
+    """Run workers/process/launcher.py with `options`; it and its ranks write to `output`.
 
     inherited: descriptors that it finds under their own numbers.
     """
@@ -224,7 +224,7 @@ def start_launcher(
         [
             python,
             "-m",
-            "workers.launcher",
+            "workers.process.launcher",
             *(part for pair in options.items() for part in pair),
         ],
         cwd=pack_root,

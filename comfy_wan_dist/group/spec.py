@@ -13,7 +13,7 @@ from ..mesh.machines import Machines, validate_machines
 
 # The folder that holds comfy_wan_dist and workers, whatever it is called.
 PACK_ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_RUNNER = "workers.pipeline:build_runner"
+DEFAULT_RUNNER = "workers.runner:build_runner"
 
 GroupKey = tuple[MeshDegrees, DeviceList, str, Machines | None]
 
@@ -25,7 +25,7 @@ class LaunchSpec:
     devices: of this machine; the first `ranks_per_machine` of them are used, one per rank.
     machines: None for this one alone.
     log_path: the ranks' output is appended there and stays after the group's end.
-    runner: `module:function` in the ranks that builds what answers requests (workers/loop.py).
+    runner: `module:function` in the ranks that builds what answers requests (workers/process/loop.py).
     start_timeout_s: from launch until every rank is ready.
     idle_timeout_s: end the group when nobody has used it for so long; None keeps it, as ComfyUI
     keeps its models.

@@ -15,11 +15,11 @@ from dataclasses import replace
 from itertools import product
 
 from .degrees import MeshDegrees
-from .job import PlannedJob
 from .layout import stage_ranks, weight_layout
 from .memory import load_bytes, rank_memory
 from .shape import LatentGrid, WanShape
 from .validate import allowed_tp, allowed_ulysses
+from .workload import PlannedJob
 
 LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
 """704x1280, 121 frames: what TI2V-5B was made for."""

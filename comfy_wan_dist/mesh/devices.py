@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError
 
+MIB, GIB = 2**20, 2**30
+GB = 10**9
+"""Vendors count memory in these; what is said to be used or free is in GIB."""
+
 MAX_CPU_RANKS = 64
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .degrees import MeshDegrees
-from .job import Counting, PlannedJob, RankShare, rank_share
+from .workload import Counting, PlannedJob, RankShare, rank_share
 
 VAE_FLOPS_PER_PIXEL = 2e7
 """Of the decoder at 121x704x1280, 2.0e15 in all."""

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from .degrees import MeshDegrees
-from .job import DTYPE_BYTES, PlannedJob, RankShare, rank_share
 from .packing import Packing
 from .pipeline import stage_blocks
 from .shape import HEAD_DIM, PATCH_POSITIONS, PATCH_SIZE, WanShape
+from .workload import DTYPE_BYTES, PlannedJob, RankShare, rank_share
 
 WORKING_BYTES = 512 * 2**20
 """Kept free beside the weights for buffers and libraries."""

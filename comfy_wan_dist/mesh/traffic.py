@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ..ipc.messages import LedgerLine
 from .degrees import MeshDegrees
-from .job import DTYPE_BYTES, Counting, PlannedJob, RankShare, rank_share
 from .memory import block_bytes, block_packings
 from .shape import HEAD_DIM
+from .workload import DTYPE_BYTES, Counting, PlannedJob, RankShare, rank_share
 
 STATE = "float32"
 """Dtype of latents, predictions and norm sums, whatever the weights' dtype is."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError, InsufficientMemoryError
-from .hardware import GIB
+from .devices import GIB
 from .vae_split import RUN, LatentSize, VAESplit, fastest_split, possible_splits
 
 

@@ -11,12 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-from .names import (
-    DIFFUSERS_BLOCK_PATHS,
-    DIFFUSERS_PATHS,
-    OFFICIAL_BLOCK_PATHS,
-    OFFICIAL_PATHS,
-)
+from .names import DIFFUSERS_BLOCK_PATHS, DIFFUSERS_PATHS, OFFICIAL_BLOCK_PATHS, OFFICIAL_PATHS
 
 
 class Role(enum.Enum):

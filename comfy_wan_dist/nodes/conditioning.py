@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .. import comfy_adapter, conditioning_file
+from ..comfyui import adapter as comfy_adapter
+from ..model_file import conditioning as conditioning_file
 from .load_model import CATEGORY
 
 

@@ -11,11 +11,12 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from .. import comfy_adapter, session
+from ..comfyui import adapter as comfy_adapter
 from ..group.scheduler import Piece
-from ..handle import ModelHandle, resolve_vae
 from ..ipc.errors import ConfigError
 from ..ipc.messages import EncodeRequest, VAESpec
+from ..jobs import session
+from ..jobs.handle import ModelHandle, resolve_vae
 from ..mesh.flops import vae_flops
 from ..mesh.shape import TI2V_CHANNELS
 from .load_model import CATEGORY, WanDistModel

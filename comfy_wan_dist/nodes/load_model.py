@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .. import comfy_adapter, session
-from ..handle import DTYPES, ModelHandle, fingerprint
+from ..comfyui import adapter as comfy_adapter
+from ..jobs import session
+from ..jobs.handle import DTYPES, ModelHandle, fingerprint
 from ..mesh.machines import MAX_MACHINES
 from ..model_file.header import read_model_file
 

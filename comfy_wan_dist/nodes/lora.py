@@ -6,8 +6,9 @@ import logging
 
 from comfy_api.latest import io
 
-from .. import comfy_adapter, session
-from ..handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
+from ..comfyui import adapter as comfy_adapter
+from ..jobs import session
+from ..jobs.handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
 from .load_model import CATEGORY, WanDistModel
 

@@ -6,16 +6,16 @@ from math import isclose
 
 from comfy_api.latest import io, ui
 
-from .. import comfy_adapter
-from ..handle import ModelHandle
-from ..mesh.hardware import DEVICES, known_pool, parse_pool
-from ..mesh.job import PlannedJob
-from ..mesh.plan import make_plan
-from ..mesh.report import plan_text
+from ..comfyui import adapter as comfy_adapter
+from ..jobs.handle import ModelHandle
 from ..mesh.shape import TI2V_5B, video_grid
+from ..mesh.workload import PlannedJob
 from ..model_file.header import read_model_file
 from ..model_file.wan import read_wan_file
-from ..plan_chart import draw_plan
+from ..planning.chart import draw_plan
+from ..planning.hardware import DEVICES, known_pool, parse_pool
+from ..planning.plan import make_plan
+from ..planning.report import plan_text
 from .load_model import CATEGORY, WanDistModel
 
 HERE = "here"

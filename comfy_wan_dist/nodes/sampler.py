@@ -8,14 +8,15 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .. import comfy_adapter, session
-from ..experts import Experts, choose_experts
-from ..handle import ModelHandle, ResolvedModel
+from ..comfyui import adapter as comfy_adapter
+from ..comfyui.conditioning import read_prompt
 from ..ipc.errors import ConfigError
-from ..mesh.report import job_text
-from ..prompts import read_prompt
-from ..sampling_pieces import Sampling, build_pieces
-from ..schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
+from ..jobs import session
+from ..jobs.experts import Experts, choose_experts
+from ..jobs.handle import ModelHandle, ResolvedModel
+from ..jobs.pieces import Sampling, build_pieces
+from ..planning.report import job_text
+from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from .load_model import CATEGORY, WanDistModel
 
 NO_PRESET = "off"

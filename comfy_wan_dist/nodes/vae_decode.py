@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from comfy_api.latest import io
 
-from .. import comfy_adapter, session
+from ..comfyui import adapter as comfy_adapter
 from ..group.scheduler import Piece
-from ..handle import DTYPES, ModelHandle, resolve_vae
 from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest
 from ..ipc.shared import split_ref
+from ..jobs import session
+from ..jobs.handle import DTYPES, ModelHandle, resolve_vae
+from ..mesh.devices import GIB
 from ..mesh.flops import vae_flops
-from ..mesh.hardware import GIB
-from ..mesh.report import job_text
+from ..planning.report import job_text
 from .load_model import CATEGORY, WanDistModel
 
 MOST_GIB = 10_000

@@ -17,9 +17,9 @@ from workers.parallel.collectives import AxisGroup
 from workers.parallel.fsdp import apply_fsdp
 from workers.parallel.stages import select_stage
 from workers.parallel.tensor import apply_tensor_parallel
+from workers.quant.packed import apply_packing
 
 from .allocate import allocate_parameters
-from .packed import apply_packing
 from .part import own_parts
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
@@ -43,7 +43,7 @@ def build_model(
         return torch.float32 if any(part in name for part in FLOAT32_PARAMETERS) else dtype
 
     allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
-    apply_packing(model, tp)
+    apply_packing(model)
     # Cut before there is memory: no rank ever holds a whole replica.
     apply_fsdp(model, fsdp, device=device)
     return model.to_empty(device=device).eval()

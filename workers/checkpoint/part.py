@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,18 +10,19 @@ from math import prod
 import torch
 from torch import Tensor
 
+from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.packing import Packing
+from comfy_wan_dist.mesh.parameters import Slice, parameter_slice
 from comfy_wan_dist.model_file.encoding import BLOCKS, PACKINGS, StoredTensor
 from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.wan import WanFile
-from workers.model.pack import pack_q8_0
-from workers.model.unpack import unpack_blocks
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
-from workers.parallel.plan import Slice, parameter_slice
+from workers.quant.pack import pack_q8_0
+from workers.quant.packed import PackedWeight, official_name, packed_weights
+from workers.quant.unpack import unpack_blocks
 
-from .packed import PackedWeight, official_name, packed_weights, read_scale
 from .sharing import ReadGroups, SharedReader
 
 
@@ -185,3 +187,22 @@ def own_parts(
             )
         )
     return sorted(parts, key=lambda part: (part.stored.entry.path, part.stored.entry.start))
+
+
+def read_scale(
+    reader: SharedReader, entry: TensorEntry, name: str, *, holders: AxisGroup, device: torch.device
+) -> float:
+    """The scale of the weight `name`. Keeps ModelFileError for one that no weight can have."""
+    scale = torch.ones(1, device=device)
+    reader.read_into(scale, entry, holders=holders)
+    value = scale.item()
+    reader.attempt(lambda: validate_scale(value, name))
+    return value
+
+
+def validate_scale(scale: float, name: str) -> None:
+    if not 0 <= scale < math.inf:
+        raise ModelFileError(
+            f"the scale of {name} is {scale}, which must be finite and not negative; the file is damaged: download it "
+            "again"
+        )

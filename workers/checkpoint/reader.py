@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.model_file.entry import TensorEntry
-from workers.parallel.plan import Slice
 
 BUFFER_BYTES = 16 * 2**20
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import AXES
 from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups
+from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.mesh.shards import shard_range
 from comfy_wan_dist.model_file.entry import TensorEntry
 from workers.parallel.agreement import OutOfStep
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.parallel.groups import PlaneGroups
-from workers.parallel.plan import Slice
 
 from .reader import BUFFER_BYTES, TORCH_TYPES, TensorReader
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comfy_wan_dist.mesh.parameters import Cut, cut_of
 from workers.model.wan import MultiHeadAttention, Norm, WanModel, square_sum
 
 from .collectives import AxisGroup
-from .plan import Cut, cut_of
 
 
 class RowParallelLinear(nn.Module):
@@ -27,6 +27,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, full: nn.Linear, tp: AxisGroup) -> None:
         super().__init__()
         self.carries_bias = tp.rank == 0
+        self.first_column = tp.rank * (full.in_features // tp.size)
+        """Which of the full matrix's columns is the first one here."""
         self.reduce: Callable[[Tensor], Tensor] = tp.all_reduce_sum
         self.weight = nn.Parameter(
             full.weight.new_empty(full.out_features, full.in_features // tp.size)

@@ -1,0 +1,1 @@
+"""All that touches ComfyUI's own modules."""

@@ -1,0 +1,88 @@
+"""A CONDITIONING as a job takes it: the text, and the image as the channels that the model sees beside the latent.
+
+Covered: what WanImageToVideo, WanFirstLastFrameToVideo and the like put into it, for models whose input has a mask of 4
+channels and a latent of 16 behind the 16 of x. Not covered: control videos, reference images, CLIP images.
+Source: ComfyUI 0.3.75, comfy/model_base.py (WAN21.concat_cond). Behaviour only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ipc.errors import ConfigError
+from ..mesh.shape import WanShape
+from . import adapter as comfy_adapter
+from .adapter import IMAGE_KEYS, Conditioning
+
+MASK_CHANNELS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """text [1, S, text_dim]; image [1 or B, D, T, h, w], for models that take one. float32 on the CPU."""
+
+    text: Tensor
+    image: Tensor | None
+
+
+def read_prompt(
+    conditioning: Conditioning, shape: WanShape, latent: Tensor, *, label: str
+) -> Prompt:
+    """The prompt for a latent [B, C, T, h, w]. Raises ConfigError for what the model does not take."""
+    takes_image = shape.image_dim > 0
+    text = comfy_adapter.prompt_embedding(
+        conditioning, label=label, text_dim=shape.text_dim, takes_image=takes_image
+    )
+    options = conditioning[0][1]
+    image = _image_channels(options, shape, latent, label=label) if takes_image else None
+    return Prompt(text=text, image=image)
+
+
+def _image_channels(
+    options: Mapping[str, Any], shape: WanShape, latent: Tensor, *, label: str
+) -> Tensor:
+    """Channels [1 or B, 4 + C, T, h, w]. The mask is 1 where the image counts.
+
+    Without an image all of them are 0, as in ComfyUI.
+    """
+    image, mask = (options.get(key) for key in IMAGE_KEYS)
+    if image is None:
+        return torch.zeros(1, shape.image_dim, *latent.shape[2:])
+    image = _fitted(image, latent, channels=(shape.out_dim,), label=f"{label} image")
+    image = comfy_adapter.latent_format(shape.out_dim).process_in(image)
+    if mask is None:
+        known = torch.zeros(1, MASK_CHANNELS, *latent.shape[2:])
+    else:
+        if isinstance(mask, Tensor) and mask.dim() == 5 and mask.shape[1] != MASK_CHANNELS:
+            mask = mask.float().mean(dim=1, keepdim=True)
+        known = 1 - _fitted(mask, latent, channels=(1, MASK_CHANNELS), label=f"{label} image mask")
+        known = known.expand(-1, MASK_CHANNELS, -1, -1, -1)
+    batch = max(known.shape[0], image.shape[0])
+    return torch.cat([x.expand(batch, -1, -1, -1, -1) for x in (known, image)], dim=1)
+
+
+def _fitted(x: object, latent: Tensor, *, channels: tuple[int, ...], label: str) -> Tensor:
+    """`x` in the latent's height and width. Raises ConfigError for what is not [1 or B, C, T, *, *] and finite."""
+    batch, _, frames, height, width = latent.shape
+    if (
+        not isinstance(x, Tensor)
+        or x.dim() != 5
+        or x.shape[0] not in (1, batch)
+        or x.shape[1] not in channels
+        or x.shape[2] != frames
+        or 0 in x.shape
+    ):
+        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(
+            f"the {label} has shape {got}; for this latent it must be [1 or {batch}, {channels[-1]}, {frames}, height, "
+            "width]: give WanImageToVideo and the latent the same length and batch size"
+        )
+    fitted = comfy_adapter.resize_latent(x, height=height, width=width)
+    if not bool(torch.isfinite(fitted).all()):
+        raise ConfigError(f"the {label} holds NaN or infinite values; encode it again")
+    return fitted

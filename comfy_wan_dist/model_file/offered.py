@@ -1,0 +1,89 @@
+"""The names under which ComfyUI's lists offer models, and the folders that such names mean.
+
+A file's name is its path below the folder of its kind, as everywhere in ComfyUI. A model that is a folder takes the
+place of its files: `Wan2.2-TI2V-5B/`, or `Wan2.2-TI2V-5B-Diffusers [diffusers]` for one in the folders that ComfyUI
+keeps for diffusers. What is not listed is no worse a name: a shard of a listed folder, or the `transformer` in one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePath
+
+from .files import COMPONENT_FILE, PIPELINE_NAME, index_of
+
+PIPELINE_LABEL = " [diffusers]"
+
+
+def listed_names(
+    files: Sequence[str], roots: Sequence[str], pipeline_roots: Sequence[str], *, component: str
+) -> list[str]:
+    """The list for one kind of model.
+
+    files: names of those below `roots`, as ComfyUI lists them. component: the subfolder that a folder of diffusers,
+    below `roots` or `pipeline_roots`, must have.
+    """
+    is_pipeline = functools.cache(
+        lambda folder: any(_is_pipeline(os.path.join(root, folder), component) for root in roots)
+    )
+
+    def folder_of(file: PurePath) -> str | None:
+        """The folder that is listed in place of a file."""
+        parents = [str(parent) for parent in file.parents][:-1]
+        if outer := [parent for parent in parents if is_pipeline(parent)]:
+            return outer[-1]
+        index = index_of(Path(file))
+        is_part = file.name == COMPONENT_FILE or (
+            index is not None and any(os.path.isfile(os.path.join(root, index)) for root in roots)
+        )
+        return parents[0] if parents and is_part else None
+
+    folder_by_file = {name: folder_of(PurePath(name)) for name in files}
+    folders = {folder for folder in folder_by_file.values() if folder is not None}
+    pipelines = {
+        os.path.relpath(folder, root)
+        for root in pipeline_roots
+        for folder in _pipelines_below(root, component)
+    }
+    return [
+        *(f"{folder}/" for folder in sorted(_without_detours(folders, roots))),
+        *(f"{folder}{PIPELINE_LABEL}" for folder in sorted(pipelines)),
+        *(name for name, folder in folder_by_file.items() if folder is None),
+    ]
+
+
+def folder_named(name: str, roots: Sequence[str], pipeline_roots: Sequence[str]) -> str | None:
+    """The folder that `name` means, below one of the roots whatever it says, or None if there is none."""
+    bare = os.path.normpath("/" + name.removesuffix(PIPELINE_LABEL)).lstrip("/")
+    bases = pipeline_roots if name.endswith(PIPELINE_LABEL) else roots
+    paths = (os.path.join(base, bare) for base in bases if bare)
+    return next((path for path in paths if os.path.isdir(path)), None)
+
+
+def _is_pipeline(folder: str, component: str) -> bool:
+    return os.path.isfile(os.path.join(folder, PIPELINE_NAME)) and os.path.isdir(
+        os.path.join(folder, component)
+    )
+
+
+def _pipelines_below(root: str, component: str) -> Iterator[str]:
+    seen = {os.path.realpath(root)}
+    for folder, folders, _ in os.walk(root, followlinks=True):
+        if folder != root and _is_pipeline(folder, component):
+            yield folder
+            folders.clear()
+        # Links may lead in a circle.
+        places = {name: os.path.realpath(os.path.join(folder, name)) for name in sorted(folders)}
+        folders[:] = [name for name, place in places.items() if place not in seen]
+        seen.update(places.values())
+
+
+def _without_detours(folders: Iterable[str], roots: Sequence[str]) -> list[str]:
+    """One name, the shortest, of each folder; where links lead in a circle there are many."""
+    found: dict[tuple[str, ...], str] = {}
+    for folder in sorted(folders, key=lambda name: (len(name), name)):
+        places = tuple(os.path.realpath(os.path.join(root, folder)) for root in roots)
+        found.setdefault(places, folder)
+    return list(found.values())

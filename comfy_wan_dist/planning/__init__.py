@@ -1,0 +1,1 @@
+"""What a run would cost, and the command line that says so."""

@@ -1,0 +1,384 @@
+"""Examine this machine: what a worker group needs, what is there, and one sentence for whatever is wrong.
+
+`examine` looks, `diagnose` judges, so that the judgement can be tried on machines that are not here. Nothing is
+started or changed. Not covered: whether a model file is whole (the loader says so), and other machines.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
+from ..mesh.devices import GB
+from ..mesh.shape import TI2V_5B
+from ..mesh.workload import PlannedJob
+from .hardware import find_device
+
+MIN_PYTHON = (3, 10)
+PROBE_TIMEOUT_S = 20
+
+
+class Level(enum.Enum):
+    OK = "ok"
+    NOTE = "note"
+    """It works, but not as well as it could."""
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    level: Level
+    text: str
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.level is Level.WRONG
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPU:
+    """One CUDA device as PyTorch sees it. peers: indices of devices whose memory it reads directly."""
+
+    name: str
+    free: int
+    total: int
+    has_bfloat16: bool
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What was found. None stands for what is not there or could not be read.
+
+    driver_gpus: GPUs that the driver lists, whatever PyTorch sees. nvlinks: pairs of GPUs joined by NVLink.
+    """
+
+    system: str
+    python: tuple[int, int]
+    torch: str | None
+    torch_error: str
+    torch_cuda: str | None
+    nccl: str | None
+    has_memfd: bool
+    memory_free: int | None
+    driver_gpus: int
+    gpus: tuple[GPU, ...]
+    nvlinks: frozenset[tuple[int, int]] | None
+
+
+# ---- look ------------------------------------------------------------------------------------------------------
+
+
+def examine() -> Machine:
+    """This machine. Loads torch if it is there."""
+    torch_version, torch_error, torch_cuda, nccl = None, "", None, None
+    gpus: tuple[GPU, ...] = ()
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing
+        torch_error = str(error)
+    else:
+        torch_version, torch_cuda = torch.__version__, torch.version.cuda
+        if torch.cuda.is_available():
+            gpus = _gpus()
+            nccl = _nccl()
+    return Machine(
+        system=platform.system(),
+        python=sys.version_info[:2],
+        torch=torch_version,
+        torch_error=torch_error,
+        torch_cuda=torch_cuda,
+        nccl=nccl,
+        has_memfd=_has_memfd(),
+        memory_free=free_host_memory(),
+        driver_gpus=_driver_gpus(),
+        gpus=gpus,
+        nvlinks=parse_topology(_output("nvidia-smi", "topo", "-m")),
+    )
+
+
+def _gpus() -> tuple[GPU, ...]:
+    import torch
+
+    count = torch.cuda.device_count()
+    found = []
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        peers = (
+            other
+            for other in range(count)
+            if other != index and torch.cuda.can_device_access_peer(index, other)
+        )
+        found.append(
+            GPU(
+                name=torch.cuda.get_device_name(index),
+                free=free,
+                total=total,
+                has_bfloat16=torch.cuda.get_device_capability(index) >= (8, 0),
+                peers=tuple(peers),
+            )
+        )
+    return tuple(found)
+
+
+def _nccl() -> str | None:
+    import torch
+
+    try:
+        version = torch.cuda.nccl.version()
+    except (AttributeError, RuntimeError):  # a build without NCCL
+        return None
+    return ".".join(str(part) for part in version) if isinstance(version, tuple) else str(version)
+
+
+def _has_memfd() -> bool:
+    try:
+        os.close(os.memfd_create("doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def free_host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes that the system could still give out."""
+    try:
+        match = re.search(r"^MemAvailable:\s+([0-9]+) kB", meminfo.read_text(), flags=re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 1024 if match else None
+
+
+def _driver_gpus() -> int:
+    return sum(line.startswith("GPU ") for line in _output("nvidia-smi", "-L").splitlines())
+
+
+def _output(*command: str) -> str:
+    """What a command prints, or nothing if it is not there, fails, or hangs."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def parse_topology(matrix: str) -> frozenset[tuple[int, int]] | None:
+    """Pairs joined by NVLink in the output of `nvidia-smi topo -m`; None if there is no matrix in it."""
+    # Some versions underline the head with terminal codes.
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
+    rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU[0-9]+\s", line)]
+    rows = [row for row in rows if len(row) > 1 and not row[1].startswith("GPU")]
+    if not rows:
+        return None
+    return frozenset(
+        (int(row[0][3:]), other)
+        for row in rows
+        for other, link in enumerate(row[1 : len(rows) + 1])
+        if re.fullmatch(r"NV[0-9]+", link)
+    )
+
+
+# ---- judge -----------------------------------------------------------------------------------------------------
+
+
+def diagnose(machine: Machine) -> tuple[Finding, ...]:
+    """One finding for each thing that a group needs."""
+    checks: tuple[Callable[[Machine], list[Finding]], ...] = (
+        _check_system,
+        _check_torch,
+        _check_gpus,
+        _check_links,
+        _check_memory,
+        _check_choice,
+    )
+    return tuple(finding for check in checks for finding in check(machine))
+
+
+def findings_text(findings: tuple[Finding, ...]) -> str:
+    """A line for each finding, and what it comes to."""
+    wrong = sum(finding.is_wrong for finding in findings)
+    last = (
+        "Nothing is wrong."
+        if not wrong
+        else f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong."
+    )
+    lines = [f"{finding.level.value:<6}{finding.text}" for finding in findings]
+    return "\n".join([*lines, last])
+
+
+def _ok(text: str) -> Finding:
+    return Finding(level=Level.OK, text=text)
+
+
+def _note(text: str) -> Finding:
+    return Finding(level=Level.NOTE, text=text)
+
+
+def _wrong(text: str) -> Finding:
+    return Finding(level=Level.WRONG, text=text)
+
+
+def _check_system(machine: Machine) -> list[Finding]:
+    python = ".".join(map(str, machine.python))
+    found = []
+    if machine.system != "Linux":
+        found.append(_wrong(f"This is {machine.system}; worker groups run on Linux only."))
+    if machine.python < MIN_PYTHON:
+        found.append(_wrong(f"Python is {python}; use 3.10 or newer."))
+    else:
+        found.append(_ok(f"Python {python} on {machine.system}."))
+    if machine.has_memfd:
+        found.append(_ok("memfd works: tensors can be handed over in shared memory."))
+    else:
+        found.append(
+            _wrong(
+                "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
+                "sandbox that allows the call."
+            )
+        )
+    return found
+
+
+def _check_torch(machine: Machine) -> list[Finding]:
+    if machine.torch is None:
+        return [
+            _wrong(
+                f"torch cannot be imported ({machine.torch_error}); use the Python that ComfyUI runs with."
+            )
+        ]
+    built = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "built without CUDA"
+    return [_ok(f"torch {machine.torch}, {built}.")]
+
+
+def _check_gpus(machine: Machine) -> list[Finding]:
+    if machine.torch is None:
+        return []
+    if not machine.gpus:
+        if not machine.driver_gpus:
+            return [
+                _note("There is no NVIDIA GPU: jobs run on the CPU, which is fit for tests only.")
+            ]
+        if machine.torch_cuda is None:
+            remedy = "install a torch that is built for CUDA"
+        else:
+            remedy = "check CUDA_VISIBLE_DEVICES and that the driver is new enough for torch's CUDA"
+        return [
+            _wrong(f"The driver lists {machine.driver_gpus} GPUs but torch sees none; {remedy}.")
+        ]
+    found = [
+        _ok(f"GPU {index}: {gpu.name}, {gpu.free / GB:.1f} of {gpu.total / GB:.1f} GB free.")
+        for index, gpu in enumerate(machine.gpus)
+    ]
+    if len(machine.gpus) < machine.driver_gpus:
+        found.append(
+            _note(
+                f"torch sees {len(machine.gpus)} of {machine.driver_gpus} GPUs; CUDA_VISIBLE_DEVICES hides the others."
+            )
+        )
+    if len({gpu.name for gpu in machine.gpus}) > 1:
+        found.append(
+            _note(
+                "The GPUs differ: all go at the pace of the slowest; name equal ones in `devices`."
+            )
+        )
+    if old := [index for index, gpu in enumerate(machine.gpus) if not gpu.has_bfloat16]:
+        found.append(
+            _wrong(
+                f"GPU {_listed(old)} has no bfloat16 arithmetic; leave it out or choose the dtype float16."
+            )
+        )
+    if len(machine.gpus) > 1 and machine.nccl is None:
+        found.append(
+            _wrong(
+                "torch has no NCCL, without which GPUs cannot work together; install an official Linux build."
+            )
+        )
+    elif machine.nccl is not None:
+        found.append(_ok(f"NCCL {machine.nccl}."))
+    return found
+
+
+def _check_links(machine: Machine) -> list[Finding]:
+    count = len(machine.gpus)
+    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
+    if not pairs:
+        return []
+    apart = [pair for pair in pairs if pair[1] not in machine.gpus[pair[0]].peers]
+    if not apart:
+        found = [_ok("Peer-to-peer access works between all GPUs.")]
+    else:
+        names = ", ".join(f"{one}-{other}" for one, other in apart[:8])
+        found = [
+            _note(
+                f"No peer-to-peer access between GPUs {names}{', ...' if len(apart) > 8 else ''}: what they exchange "
+                "goes through host memory, which is slower."
+            )
+        ]
+    if machine.nvlinks is None:
+        return [
+            *found,
+            _note("nvidia-smi shows no topology: whether there is NVLink is not known."),
+        ]
+    joined = [pair for pair in pairs if pair in machine.nvlinks]
+    if len(joined) == len(pairs):
+        return [*found, _ok("NVLink joins all GPUs.")]
+    if joined:
+        names = ", ".join(f"{one}-{other}" for one, other in joined[:8])
+        return [
+            *found,
+            _note(f"NVLink joins only some GPUs: {names}; put these side by side in `devices`."),
+        ]
+    return [*found, _note("There is no NVLink: the GPUs exchange over PCIe, where tp costs most.")]
+
+
+def _check_memory(machine: Machine) -> list[Finding]:
+    if machine.memory_free is None:
+        return [_note("How much host memory is free could not be read.")]
+    return [_ok(f"{machine.memory_free / GB:.1f} GB of host memory are free.")]
+
+
+def _check_choice(machine: Machine) -> list[Finding]:
+    if machine.torch is None:
+        return []
+    if not machine.gpus:
+        return [_ok("auto would choose: single, on the CPU.")]
+    free = min(gpu.free for gpu in machine.gpus)
+    job = PlannedJob(shape=TI2V_5B, grid=LARGE_VIDEO, steps=1, guided=True)
+    mesh = choose_mesh(TI2V_5B, device_count=len(machine.gpus), guided=True, device_memory=free)
+    found = [
+        _ok(
+            f"auto would choose {mesh} for TI2V-5B at 704x1280 and 121 frames. "
+            + explain_mesh(mesh, job, device_memory=free)
+        )
+    ]
+    need = peak_bytes(job, mesh)
+    if need > free:
+        found.append(
+            _wrong(
+                f"Even then each GPU needs {need / GB:.1f} GB and one has {free / GB:.1f} GB free; close what uses the "
+                "GPUs, make smaller videos, or use more or larger GPUs."
+            )
+        )
+    if unknown := {gpu.name for gpu in machine.gpus if find_device(gpu.name) is None}:
+        found.append(
+            _note(
+                f"The planner has no figures for {', '.join(sorted(unknown))}; plan with the nearest it knows."
+            )
+        )
+    return found
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(str(index) for index in indices)

@@ -1,0 +1,1 @@
+"""The numbers of a run: schedules and solvers. Shared with the workers."""

@@ -1,0 +1,119 @@
+"""Sigmas and model timesteps of a run, as the sampler nodes put them into a job.
+
+Covered: the official Wan schedule, those of few-step models, and the timesteps that go with sigmas from ComfyUI.
+Not covered: ComfyUI's own schedulers (comfy_adapter.py asks ComfyUI) and solvers (the workers).
+
+Source: Wan2.2, wan/utils/fm_solvers_unipc.py (set_timesteps); ComfyUI 0.3.75, comfy/samplers.py
+(KSampler.set_steps) for the meaning of `denoise`; FastVideo's DMD stage and the inference code of
+Wan2.2-TI2V-5B-Turbo for theirs. Formulas and numbers only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ipc.errors import ConfigError
+
+# Timesteps of the training schedule: the model is given t = 1000 * sigma.
+TRAIN_TIMESTEPS = 1000
+MAX_STEPS = 10000
+
+# 1 - 1/1000 after the official code has stored it as float32. The tail decides on which side of an
+# integer some timesteps lie before they are truncated.
+_OFFICIAL_FIRST_SIGMA = 0.9990000128746033
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """The points of a run.
+
+    sigmas: N + 1 noise levels in [0, 1], falling; the last is where the run ends.
+    timesteps: N values in [0, 1000], what the model is told at sigmas[0 ... N-1].
+    start: share of noise in the latent that the run begins with, [0, 1].
+    """
+
+    sigmas: tuple[float, ...]
+    timesteps: tuple[float, ...]
+    start: float
+
+
+FEW_STEP = {
+    # The nearest entries of a table at shift 8; the model is told the whole numbers nevertheless.
+    "FastWan, 3 steps": Schedule(
+        sigmas=(1.0, 0.756757, 0.521739, 0.0), timesteps=(1000.0, 757.0, 522.0), start=1.0
+    ),
+    "Turbo, 4 steps": Schedule(
+        sigmas=(1.0, 0.75, 0.5, 0.25, 0.0), timesteps=(1000.0, 750.0, 500.0, 250.0), start=1.0
+    ),
+}
+"""FastWan2.2-TI2V-5B and Wan2.2-TI2V-5B-Turbo as they were trained: with FEW_STEP_SOLVER, without guidance."""
+FEW_STEP_SOLVER = "lcm"
+
+
+def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
+    """Return the schedule of the official Wan2.2 code for its UniPC.
+
+    Sigmas are S*u / (1 + (S-1)*u) with S = shift and u = 0.999 * (1 - i/N), then 0; timesteps are
+    1000 * sigma without the fraction. The first sigma is just below 1, yet the official code
+    starts from pure noise.
+    denoise: as in ComfyUI's KSampler: below 1, the last `steps` steps of int(steps / denoise); at
+    0 or below, an empty schedule (no steps: the latent stays as it is).
+    Raises ConfigError when steps < 1, or shift or denoise is out of range.
+    """
+    if steps < 1:
+        raise ConfigError(f"steps is {steps}, but a schedule has at least 1.")
+    if not 0 < shift < math.inf:
+        raise ConfigError(
+            f"shift is {shift}, but must be a positive number; 5 is usual for Wan2.2 5B."
+        )
+    if not denoise <= 1:  # NaN fails this as well
+        raise ConfigError(f"denoise is {denoise}, but must lie between 0 and 1.")
+    if denoise <= 0:
+        return Schedule(sigmas=(), timesteps=(), start=0.0)
+    # ComfyUI takes what is above 0.9999 for 1.
+    full_steps = steps if denoise > 0.9999 else int(steps / denoise)
+    increment = -_OFFICIAL_FIRST_SIGMA / full_steps
+    sigmas = []
+    for index in range(full_steps):
+        u = index * increment + _OFFICIAL_FIRST_SIGMA
+        sigmas.append(shift * u / (1 + (shift - 1) * u))
+    timesteps = [float(int(sigma * TRAIN_TIMESTEPS)) for sigma in sigmas]
+    return Schedule(
+        sigmas=(*sigmas[-steps:], 0.0),
+        timesteps=tuple(timesteps[-steps:]),
+        start=1.0 if full_steps == steps else sigmas[-steps],
+    )
+
+
+def given_sigmas(sigmas: Sequence[float]) -> Schedule:
+    """Return the schedule of explicit sigmas, as ComfyUI's SamplerCustom runs a flow model with them.
+
+    Empty for none at all (no steps: the latent stays as it is). Rounding may lead just above 1. Below 1 the run starts
+    from the given latent, and above 0 it ends with noise left in.
+    Raises ConfigError unless they fall from 1 or less to 0 or more.
+    """
+    points = tuple(min(float(s), 1.0) if s < 1.001 else float(s) for s in sigmas)
+    if not points:
+        return Schedule(sigmas=(), timesteps=(), start=0.0)
+    if not 2 <= len(points) <= MAX_STEPS + 1:
+        raise ConfigError(
+            f"the SIGMAS hold {len(points)} value{'s' * (len(points) > 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
+            "one more than steps"
+        )
+    for index, (sigma, before) in enumerate(zip(points, (math.inf, *points), strict=False)):
+        if not (0 <= sigma <= 1 and sigma < before):  # NaN fails this as well
+            raise ConfigError(
+                f"value {index} of the SIGMAS is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
+                "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use a scheduler node made for flow models"
+            )
+    return Schedule(sigmas=points, timesteps=flow_timesteps(points), start=points[0])
+
+
+def flow_timesteps(sigmas: Sequence[float]) -> tuple[float, ...]:
+    """Return what ComfyUI tells a flow model at each of N + 1 sigmas but the last.
+
+    N values in [0, 1000]: 1000 * sigma, not rounded.
+    """
+    return tuple(float(sigma) * TRAIN_TIMESTEPS for sigma in sigmas[:-1])

@@ -1,0 +1,599 @@
+"""Quantised files: what they are recognised as, the values of each rank's shard, what is held, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import quantised_programs as programs
+import rank_programs
+import torch
+from live_bytes import LiveBytes
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
+from comfy_wan_dist.mesh.choice import choose_mesh
+from comfy_wan_dist.mesh.layout import coordinates
+from comfy_wan_dist.mesh.memory import UNPACKING_BYTES, rank_memory, unpacked_bytes, weight_bytes
+from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
+from comfy_wan_dist.mesh.traffic import predict_ledger
+from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.model_file.encoding import BLOCKS, FP8, PACKINGS
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
+from comfy_wan_dist.planning.cli import model_shape
+from devtools.checkpoints import transformer_weights
+from devtools.mesh_runs import (
+    FORWARD_LIMIT,
+    RUN_LIMIT,
+    TEXT_TOKENS,
+    Case,
+    Schedule,
+    mesh_degrees,
+    model_spec,
+    relative_error,
+    sample_rank,
+)
+from devtools.quantised import (
+    RANDOM,
+    WRITABLE,
+    ScaledForm,
+    write_fp8,
+    write_gguf,
+    write_scaled_fp8,
+)
+from devtools.rank_pool import RankPool
+from workers.quant.packed import PackedWeight
+from workers.quant.unpack import unpack_blocks
+
+REPO = Path(__file__).resolve().parents[2]
+
+# Rows of 256 values, as K-quants need. A row cut of 512 or 768 columns over 4 ranks begins inside such a block.
+SHAPE = WanShape(
+    dim=512, ffn_dim=768, num_layers=2, in_dim=48, out_dim=48, text_dim=256, freq_dim=256
+)
+# Where only tp cuts, what is read depends on the form; elsewhere one of each kind is enough.
+CASE = Case(name="any", frames=2, height=4, width=4)
+SCHEDULE = Schedule(solver="euler", sigmas=(1.0, 0.5, 0.0), guidance=5.0)
+ONE_STEP = Schedule(solver="euler", sigmas=(1.0, 0.0), guidance=5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A quantised file, and a plain float32 one with its values. packed: how many matrices stay quantised."""
+
+    path: Path
+    plain: Path
+    packed: int
+
+    @property
+    def pair(self) -> tuple[ModelSpec, ModelSpec]:
+        return model_spec(self.path), model_spec(self.plain)
+
+
+@pytest.fixture(scope="session")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
+    """Every form of one random model."""
+    folder = tmp_path_factory.mktemp("forms")
+    weights = transformer_weights(SHAPE, seed=8)
+    matrices = sum(value.dim() == 2 for value in weights.values())
+    forms: dict[str, Form] = {}
+
+    def add(
+        name: str, suffix: str, write: Callable[[Path], dict[str, Tensor]], packed: int
+    ) -> None:
+        path, plain = folder / f"{name}{suffix}", folder / f"{name}.plain.safetensors"
+        save_file(write(path), plain)
+        forms[name] = Form(path=path, plain=plain, packed=packed)
+
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        add(
+            str(dtype).removeprefix("torch."),
+            ".safetensors",
+            lambda path, dtype=dtype: write_fp8(
+                path, weights, dtype, only_matrices=dtype is torch.float8_e5m2
+            ),
+            matrices,
+        )
+    for form in ScaledForm:
+        prefix = "model.diffusion_model." if form is ScaledForm.OLD else ""
+        add(
+            f"scaled-{form.name}",
+            ".safetensors",
+            lambda path, form=form, prefix=prefix: write_scaled_fp8(
+                path, weights, form, prefix=prefix
+            ),
+            matrices,
+        )
+    for kind in (*WRITABLE, *RANDOM):
+        add(
+            kind,
+            ".gguf",
+            lambda path, kind=kind: write_gguf(path, weights, (kind,)),
+            matrices if kind in BLOCKS else 0,
+        )
+    mixed = ("Q4_K", "Q6_K", "Q5_K", "BF16", "Q8_0")
+    add(
+        "mixed",
+        ".gguf",
+        lambda path: write_gguf(path, weights, mixed, is_reshaped=False),
+        matrices - len(range(3, matrices, 5)),
+    )
+    return forms
+
+
+def recognise(path: Path) -> WanFile:
+    return read_wan_file(read_model_file(str(path)))
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_unpack_to_the_values_of_the_package(kind: str) -> None:
+    of = gguf.GGMLQuantizationType[kind]
+    assert BLOCKS[kind] == gguf.GGML_QUANT_SIZES[of]
+    generator = np.random.default_rng(0)
+    # Any bits at all, infinite scales and NaN among them.
+    blocks = generator.integers(0, 256, (64, 7 * BLOCKS[kind][1]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(blocks, of)
+    actual = unpack_blocks(torch.from_numpy(blocks), kind).numpy()
+    assert np.array_equal(actual, expected, equal_nan=True)
+    assert np.isfinite(expected).mean() > 0.5
+
+
+@pytest.mark.parametrize("mesh", ["single", "tp2", "tp4", "pp2", "ulysses2"])
+def test_every_form_loads_to_the_slices_of_its_values(
+    mesh: str, forms: Mapping[str, Form], rank_pool: RankPool
+) -> None:
+    degrees = mesh_degrees(mesh)
+    answers = rank_pool.run(
+        degrees.world_size,
+        programs.compare_shards,
+        mesh,
+        [form.pair for form in forms.values()],
+    )
+    for index, (name, form) in enumerate(forms.items()):
+        file = recognise(form.path)
+        for rank, shard in enumerate(shards[index] for shards in answers):
+            assert shard.different == (), name
+            stage = coordinates(degrees, rank)["pp"]
+            planned = weight_bytes(file.shape, degrees, stage=stage, dtype="float32")
+            assert shard.held <= planned, name
+            assert degrees.pp > 1 or shard.packed == form.packed, name
+        if degrees.pp == 1:
+            # Each byte once, whatever shares of a block the ranks hold; scales by each tp rank.
+            read = sum(shards[index].read for shards in answers)
+            tensors = file.entries.values()
+            weights = sum(tensor.entry.size for tensor in tensors)
+            scales = 4 * sum(tensor.scale is not None for tensor in tensors)
+            assert weights + scales <= read <= weights + scales * degrees.tp, name
+        if degrees.world_size == 1:
+            packed = sum(tensor.entry.size for tensor in tensors if tensor.is_packed)
+            plain = sum(4 * np.prod(each.shape) for each in tensors if not each.is_packed)
+            assert answers[0][index].held == packed + plain, name
+            assert packed > 0.05 * weights or not form.packed, name
+
+
+@pytest.fixture(scope="module")
+def alone(forms: Mapping[str, Form]) -> dict[str, programs.Sampled]:
+    """What one process makes of some forms."""
+    inputs = CASE.inputs(SHAPE)
+    return {
+        form: programs.sample_pair(0, "single", forms[form].pair, inputs, SCHEDULE)
+        for form in ("scaled-OLD", "mixed")
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "mesh"),
+    [
+        ("scaled-OLD", "tp2"),
+        ("mixed", "tp4"),
+        ("mixed", "pp2"),
+        ("scaled-OLD", "tp2-sp"),
+        ("scaled-OLD", "ulysses2-fsdp"),
+        ("mixed", "ulysses2-fsdp"),
+    ],
+)
+def test_sampling_is_that_of_one_process_and_of_the_plain_values(
+    mesh: str,
+    form: str,
+    forms: Mapping[str, Form],
+    alone: Mapping[str, programs.Sampled],
+    rank_pool: RankPool,
+) -> None:
+    size = mesh_degrees(mesh).world_size
+    ranks = rank_pool.run(
+        size, programs.sample_pair, mesh, forms[form].pair, CASE.inputs(SHAPE), SCHEDULE
+    )
+    for run in (alone[form], *ranks):
+        assert torch.equal(run.quantised, run.plain)
+        assert relative_error(run.quantised, alone[form].plain) <= FORWARD_LIMIT
+    assert relative_error(ranks[0].latent, alone[form].latent) <= RUN_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [
+        ("Q4_K", programs.first_columns_on_every_rank),
+        ("scaled-NEW", programs.no_scale),
+    ],
+)
+def test_comparison_notices(
+    form: str, fault: Callable[[], object], forms: Mapping[str, Form], rank_pool: RankPool
+) -> None:
+    shards = rank_pool.run(
+        4,
+        rank_programs.with_fault,
+        fault,
+        programs.compare_shards,
+        "tp4",
+        [forms[form].pair],
+    )
+    assert any(shard[0].different for shard in shards)
+
+
+@pytest.mark.parametrize("form", ["scaled-OLD", "Q6_K"])
+def test_compiled_blocks_give_the_same(
+    form: str, forms: Mapping[str, Form], rank_pool: RankPool
+) -> None:
+    inputs, spec = CASE.inputs(SHAPE), forms[form].pair[0]
+    eager, compiled = (
+        rank_pool.run(2, programs.velocities, "tp2", [spec], inputs, backend)[0][0]
+        for backend in (None, "aot_eager")
+    )
+    assert relative_error(compiled, eager) <= FORWARD_LIMIT
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [
+        ("tp2", ("float8_e5m2", "Q4_K", "mixed")),
+        ("tp4", ("float8_e5m2", "Q4_K")),
+        ("pp2", ("mixed",)),
+        ("ulysses2-fsdp", ("float8_e5m2", "Q4_K", "mixed")),
+    ],
+)
+def test_planned_bytes_are_what_a_rank_holds_after_a_job(
+    mesh: str, names: tuple[str, ...], forms: Mapping[str, Form], rank_pool: RankPool
+) -> None:
+    degrees = mesh_degrees(mesh)
+    ranks = rank_pool.run(
+        degrees.world_size,
+        rank_programs.held_weight_bytes,
+        mesh,
+        [model_spec(forms[name].path) for name in names],
+        CASE.inputs(SHAPE),
+        ONE_STEP,
+    )
+    for name, held in zip(names, zip(*ranks, strict=True), strict=True):
+        shape = recognise(forms[name].path).shape
+        for stage in range(degrees.pp):
+            of_stage = [
+                size for rank, size in enumerate(held) if coordinates(degrees, rank)["pp"] == stage
+            ]
+            assert max(of_stage) == weight_bytes(shape, degrees, stage=stage, dtype="float32")
+        if (mesh, name) == ("tp4", "Q4_K"):  # 192 of 768 columns: one block of 256, or parts of two
+            assert len(set(held)) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_planned_gathers_of_packed_blocks_are_the_counted_ones(
+    dtype: str, forms: Mapping[str, Form], rank_pool: RankPool
+) -> None:
+    path, degrees = forms["mixed"].path, mesh_degrees("ulysses2-fsdp")
+    spec = model_spec(path, dtype=dtype)
+    ranks = rank_pool.run(2, sample_rank, "ulysses2-fsdp", spec, CASE.inputs(SHAPE), SCHEDULE)
+    job = PlannedJob(
+        shape=recognise(path).shape,
+        grid=LatentGrid(frames=2, rows=2, columns=2),
+        steps=2,
+        guided=True,
+        dtype=dtype,
+        text_tokens=(TEXT_TOKENS, TEXT_TOKENS),
+    )
+    for rank, (_, ledger, _) in enumerate(ranks):
+        assert predict_ledger(job, degrees, rank) == ledger
+
+
+@pytest.mark.parametrize("kind", BLOCKS.keys() | FP8.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unpacking_takes_no_more_than_planned(kind: str, dtype: torch.dtype) -> None:
+    packing = replace(PACKINGS[kind], is_scaled=kind in FP8)
+    weight = PackedWeight(packing, torch.empty(64, 1024, dtype=dtype), first=0)
+    with LiveBytes() as live, torch.inference_mode():
+        values = weight()
+    assert values.shape == (64, 1024)
+    # Of scales and indices there is a little more, which a larger matrix would show as well.
+    assert values.nbytes <= live.peak <= UNPACKING_BYTES * values.numel()
+    assert unpacked_bytes(SHAPE, mesh_degrees("single")) == 0
+    largest = max(768 * 512, 6 * 512**2)
+    packed = replace(SHAPE, packed=(("time_projection.1.weight", packing),))
+    assert unpacked_bytes(packed, mesh_degrees("tp2")) == UNPACKING_BYTES * largest
+
+
+def test_a_plan_for_a_file_counts_its_bytes(forms: Mapping[str, Form]) -> None:
+    weights = {}
+    for form in ("F32", "Q4_K"):
+        shape = model_shape(str(forms[form].path))
+        job = PlannedJob(
+            shape=shape, grid=LatentGrid(frames=2, rows=2, columns=2), steps=1, guided=True
+        )
+        weights[form] = rank_memory(job, mesh_degrees("single"), 0).weights
+    assert weights["Q4_K"] < 0.4 * weights["F32"]
+
+
+def test_a_quantised_file_makes_auto_choose_a_mesh_that_its_size_allows() -> None:
+    packed = tuple(
+        (name, PACKINGS["Q4_K"])
+        for name, shape in expected_parameters(TI2V_5B).items()
+        if len(shape) == 2
+    )
+    small = replace(TI2V_5B, packed=packed)
+    whole, quantised = (
+        weight_bytes(shape, mesh_degrees("single"), stage=0, dtype="bfloat16")
+        for shape in (TI2V_5B, small)
+    )
+    assert quantised == pytest.approx(144 / 256 * 5.0e9, rel=0.01)
+    memory = 11 * 10**9
+    assert whole < memory
+    plain, chosen = (
+        choose_mesh(shape, device_count=2, guided=True, device_memory=memory)
+        for shape in (TI2V_5B, small)
+    )
+    assert plain.tp == 2 or plain.fsdp
+    assert str(chosen) == "cfg2"
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "dtype"),
+    [
+        ("float8_e4m3fn", "cpu", "float32"),  # its biases are fp8 as well
+        ("float8_e5m2", "cpu", "bfloat16"),
+        ("scaled-NEW", "cpu", "bfloat16"),
+        ("Q4_K", "cpu", "float32"),
+        ("F16", "cpu", "float16"),
+        ("Q4_K", "0", "bfloat16"),
+    ],
+)
+def test_dtype_auto(form: str, kind: str, dtype: str, forms: Mapping[str, Form]) -> None:
+    handle = ModelHandle(
+        path=str(forms[form].path), dtype="auto", mesh="single", devices=kind, compile=False
+    )
+    assert resolve_model(handle, visible_cuda=1).spec.dtype == dtype
+
+
+# ---- refusals
+
+
+TINY = WanShape(dim=128, ffn_dim=64, num_layers=1, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
+LAYER = "blocks.0.ffn.0"
+
+
+def scaled(path: Path, change: Callable[[dict[str, Tensor]], None], form: ScaledForm) -> Path:
+    """A scaled file, changed."""
+    write_scaled_fp8(path, transformer_weights(TINY, seed=1), form)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    return path
+
+
+def refusal(action: Callable[[], object]) -> str:
+    with pytest.raises(ModelFileError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 400
+    return message
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -0.5])
+def test_scale_that_no_weight_can_have_is_refused_and_the_group_lives(
+    value: float, tmp_path: Path, rank_pool: RankPool
+) -> None:
+    path = scaled(
+        tmp_path / "m.safetensors",
+        lambda tensors: tensors[f"{LAYER}.scale_weight"].fill_(value),
+        ScaledForm.OLD,
+    )
+    errors = rank_pool.run(
+        2,
+        rank_programs.sample_error,
+        "cfg2",
+        model_spec(path),
+        CASE.inputs(TINY),
+        SCHEDULE,
+    )
+    message = (
+        f"ModelFileError: the scale of {LAYER}.weight is {value}, which must be finite and not "
+        "negative; the file is damaged: download it again"
+    )
+    assert errors == [message, message]
+
+
+def remove(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.__setitem__(name, value)
+
+
+def text(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "words"),
+    [
+        (
+            ScaledForm.OLD,
+            remove(f"{LAYER}.scale_weight"),
+            f"the scaled weight '{LAYER}.weight' has no scale beside it (scale_weight or weight_scale)",
+        ),
+        (
+            ScaledForm.NEW,
+            remove(f"{LAYER}.weight_scale"),
+            f"the scaled weight '{LAYER}.weight' has no scale beside it",
+        ),
+        (
+            ScaledForm.OLD,
+            put(f"{LAYER}.scale_weight", torch.ones(64)),
+            f"the scale '{LAYER}.scale_weight' is F32 [64]; only one float for the whole weight is supported",
+        ),
+        (
+            ScaledForm.NEW,
+            put(f"{LAYER}.scale_weight", torch.tensor(1.0)),
+            f"has both '{LAYER}.scale_weight' and '{LAYER}.weight_scale'",
+        ),
+        (
+            ScaledForm.NEW,
+            put(f"{LAYER}.weight", torch.ones(64, 128)),
+            f"'{LAYER}.weight' as 'float8_e4m3fn' in F32, which is not supported",
+        ),
+        (
+            ScaledForm.OLD,
+            put(f"{LAYER}.weight", torch.ones(64, 128)),
+            f"'{LAYER}.weight' is F32 [64, 128] and has a scale, which only matrices in fp8 may have",
+        ),
+        (
+            ScaledForm.NEW,
+            put(f"{LAYER}.comfy_quant", text({"format": "nvfp4"})),
+            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported; choose an fp8",
+        ),
+        (
+            ScaledForm.OLD,
+            put(f"{LAYER}.weight_scale_2", torch.tensor(1.0)),
+            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported",
+        ),
+        (
+            ScaledForm.NEW,
+            put(f"{LAYER}.comfy_quant", text([1])),
+            f"'{LAYER}.comfy_quant' is not the JSON of a format",
+        ),
+        (
+            ScaledForm.NEW,
+            put("blocks.0.ffn.1.comfy_quant", text({"format": "float8_e4m3fn"})),
+            "has 'blocks.0.ffn.1.comfy_quant' without the weight that it belongs to",
+        ),
+        (
+            ScaledForm.NEW,
+            put(f"{LAYER}.bias", torch.ones(64, dtype=torch.int8)),
+            f"'{LAYER}.bias' as I8, which is not supported",
+        ),
+    ],
+)
+def test_odd_scaled_file_is_refused(
+    form: ScaledForm, change: Callable[[dict[str, Tensor]], None], words: str, tmp_path: Path
+) -> None:
+    path = scaled(tmp_path / "m.safetensors", change, form)
+    assert words in refusal(lambda: recognise(path))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["no JSON", "[]", '{"layers": 3}', '{"layers": {"blocks.0.ffn.0": {}}}', "[" * 100_000],
+)
+def test_quantisation_metadata_that_cannot_be_read_is_refused(
+    metadata: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file(
+        transformer_weights(TINY, seed=1), path, metadata={"_quantization_metadata": metadata}
+    )
+    message = refusal(lambda: recognise(path))
+    assert message.startswith("the _quantization_metadata of m.safetensors cannot be read;")
+
+
+# ---- ComfyUI
+
+
+STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
+STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA")
+
+
+def write_stock_forms(folder: Path) -> None:
+    # ComfyUI rounds the biases of an older scaled file to fp8, so they are given such values here.
+    weights = {
+        name: value.to(torch.float8_e4m3fn).float() if name.endswith("bias") else value
+        for name, value in transformer_weights(STOCK_SHAPE, seed=8).items()
+    }
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        name = str(dtype).removeprefix("torch.float8_")
+        write_fp8(folder / f"plain-{name}.safetensors", weights, dtype, only_matrices=False)
+    for form in (ScaledForm.OLD, ScaledForm.METADATA):
+        write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
+
+
+def write_comfyui_results(folder: Path) -> None:
+    """Weights and guided velocity as ComfyUI has them, of each file in `folder`; run in a process of its own."""
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    import comfy.sd
+
+    torch.set_num_threads(1)
+    inputs = CASE.inputs(STOCK_SHAPE)
+    assert inputs.uncond is not None
+    results = {}
+    for name in STOCK_FORMS:
+        loaded = comfy.sd.load_diffusion_model(str(folder / f"{name}.safetensors"))
+        model = loaded.model.diffusion_model
+        for path, module in model.named_modules():
+            if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2:
+                convert = getattr(module, "convert_weight", lambda weight: weight)
+                results[f"{name}/{path}.weight"] = convert(module.weight).float().contiguous()
+        time = torch.tensor([700.0])
+        with torch.no_grad():
+            cond, uncond = (
+                model(inputs.noisy, time, context).float()
+                for context in (inputs.cond, inputs.uncond)
+            )
+        results[f"{name}/velocity"] = uncond + 5.0 * (cond - uncond)
+    save_file(results, folder / "results.safetensors")
+
+
+def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
+    write_stock_forms(tmp_path)
+    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
+    if "PYTHONPATH" in os.environ:
+        search.append(os.environ["PYTHONPATH"])
+    child = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    results = load_file(tmp_path / "results.safetensors")
+    specs = [model_spec(tmp_path / f"{name}.safetensors") for name in STOCK_FORMS]
+    (ours,) = rank_pool.run(1, programs.velocities, "single", specs, CASE.inputs(STOCK_SHAPE))
+    (weights,) = rank_pool.run(1, programs.matrices, "single", specs)
+    for name, velocity, matrices in zip(STOCK_FORMS, ours, weights, strict=True):
+        assert relative_error(velocity, results[f"{name}/velocity"]) < 1e-4
+        assert len(matrices) > 10
+        for path, matrix in matrices.items():
+            assert torch.equal(matrix, results[f"{name}/{path}"]), (name, path)
+
+
+if __name__ == "__main__":
+    write_comfyui_results(Path(sys.argv[1]))

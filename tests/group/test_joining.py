@@ -1,0 +1,782 @@
+"""Requests that share a run: which may, what each gets, and that each can be lost without harm to the others.
+
+The scheduler is the real one; the plane is no process but computes results out of shared memory as ranks do. The real
+model is in test_joined_runs.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from group_kit import Interrupted
+from torch import Tensor
+
+from comfy_wan_dist.group.joining import (
+    BATCH_DIMS,
+    is_joinable,
+    join_requests,
+    split_results,
+)
+from comfy_wan_dist.group.registry import GroupRegistry
+from comfy_wan_dist.group.scheduler import SETTLE_S, Host, Outcome, Piece, Scheduler
+from comfy_wan_dist.group.spec import LaunchSpec
+from comfy_wan_dist.ipc.errors import (
+    ConfigError,
+    InsufficientMemoryError,
+    RemoteError,
+    WorkerDied,
+    WorkerStartError,
+    WorkerStopped,
+    WorkerTimeout,
+)
+from comfy_wan_dist.ipc.messages import (
+    Done,
+    ModelSpec,
+    Progress,
+    SampleRequest,
+    TensorRef,
+    Unload,
+)
+from comfy_wan_dist.ipc.shared import BufferPool, Parcel, map_buffer
+from comfy_wan_dist.mesh.choice import joint_samples, peak_bytes
+from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.devices import DeviceList
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.workload import PlannedJob
+
+STEPS = 4
+STEP_S = 0.03
+STEP_LIMIT_S = 5.0
+LATENT = (3, 2, 4, 4)
+TENSOR_OPTIONS = (
+    "clean",
+    "mask",
+    "frame_mask",
+    "uncond",
+    "cond_image",
+    "uncond_image",
+    "step_noise",
+)
+SPOILT = 77.0
+
+
+# ---- requests
+
+
+def make_tensors(
+    seed: int,
+    *,
+    batch: int = 1,
+    latent: Sequence[int] = LATENT,
+    tokens: int = 5,
+    text_batch: int = 1,
+    leave_out: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """What a sampler node would send, by the names of the request's fields."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    made = {
+        "noisy": noise(batch, *latent),
+        "clean": noise(batch, *latent),
+        "mask": noise(batch, 1, *latent[1:]),
+        "frame_mask": noise(batch, latent[1]),
+        "cond": noise(text_batch, tokens, 8),
+        "uncond": noise(text_batch, tokens, 8),
+        "cond_image": noise(text_batch, 5, *latent[1:]),
+        "uncond_image": noise(text_batch, 5, *latent[1:]),
+        "step_noise": noise(STEPS - 1, batch, *latent),
+    }
+    return {name: tensor for name, tensor in made.items() if name not in leave_out}
+
+
+def make_request(id: str, tensors: dict[str, Tensor], parcel: Parcel) -> SampleRequest:
+    """Each tensor in a buffer of its own, after one that the request does not name."""
+    parcel.pack([torch.zeros(3)])
+    refs: dict[str, TensorRef | None] = dict.fromkeys(TENSOR_OPTIONS)
+    refs |= {name: parcel.pack([tensor])[0] for name, tensor in tensors.items()}
+    return SampleRequest(
+        id=id,
+        model=ModelSpec(path="m", file_bytes=1, mtime_ns=1, dtype="float32", compile=False),
+        mesh="pp2",
+        solver="lcm",
+        sigmas=(1.0, 0.9, 0.7, 0.4, 0.0),
+        timesteps=(1000.0, 900.0, 700.0, 400.0),
+        guidance=5.0,
+        result=parcel.reserve(tensors["noisy"].shape, torch.float32),
+        **cast(Any, refs),
+    )
+
+
+def sampled(tensors: dict[str, Tensor]) -> Tensor:
+    """Depends on every tensor, and for each sample on its own part only."""
+    batch = tensors["noisy"].shape[0]
+    total = torch.zeros(batch)
+    for weight, (name, tensor) in enumerate(tensors.items(), 2):
+        rows = tensor.movedim(BATCH_DIMS[name], 0).expand(
+            batch, *tensor.movedim(BATCH_DIMS[name], 0).shape[1:]
+        )
+        total = total + weight * rows.flatten(1)[:, -1]
+    return tensors["noisy"] + total.view(-1, 1, 1, 1, 1)
+
+
+# ---- planes and callers
+
+
+@dataclass
+class FakeGroup:
+    spec: LaunchSpec
+    planes: FakePlanes
+
+    async def run(
+        self,
+        request: SampleRequest | Unload,
+        fds: Sequence[int],
+        *,
+        on_progress: Callable[[Progress], None],
+        check_interrupt: Callable[[], None],
+    ) -> tuple[Done, ...]:
+        plane = self.spec.devices.indices[0]
+        self.planes.begun.append((request.id, plane))
+        assert plane not in self.planes.working, "two runs on one plane"
+        self.planes.working.add(plane)
+        try:
+            for step in range(STEPS):
+                await asyncio.sleep(STEP_S)
+                on_progress(Progress(id=request.id, phase="sample", done=step + 1, total=STEPS))
+                check_interrupt()
+                self.planes.at_step(request.id, step)
+            if (error := self.planes.behaviour(self.spec, request.id)) is not None:
+                raise error
+            if isinstance(request, SampleRequest):
+                buffers = [map_buffer(fd) for fd in fds]
+                named = {name: getattr(request, name) for name in BATCH_DIMS}
+                tensors = {
+                    name: buffers[ref.buffer].tensor(ref) for name, ref in named.items() if ref
+                }
+                tensors.pop("result").copy_(sampled(tensors))
+        except BaseException:
+            # As the client does: it returns only when no rank works on the job any more.
+            await asyncio.sleep(STEP_S)
+            raise
+        finally:
+            self.planes.working.discard(plane)
+        self.planes.ended.append((request.id, plane))
+        return (Done(id=request.id, rank=0, seconds=0, bytes_read=0, ledger=()),)
+
+
+@dataclass
+class FakePlanes:
+    """Stands for the registry."""
+
+    behaviour: Callable[[LaunchSpec, str], Exception | None] = lambda spec, id: None
+    at_step: Callable[[str, int], None] = lambda id, step: None
+    fails_to_start: Callable[[LaunchSpec], bool] = lambda spec: False
+    start_s: float = 0.0
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
+    working: set[int] = field(default_factory=set)
+    running: dict[Any, FakeGroup] = field(default_factory=dict)
+
+    def running_groups(self) -> tuple[FakeGroup, ...]:
+        return tuple(self.running.values())
+
+    @asynccontextmanager
+    async def lease(
+        self, spec: LaunchSpec, *, check_interrupt: Callable[[], None]
+    ) -> AsyncIterator[FakeGroup]:
+        ready = time.monotonic() + self.start_s
+        while time.monotonic() < ready:
+            await asyncio.sleep(STEP_S)
+            check_interrupt()
+        if self.fails_to_start(spec):
+            raise WorkerStartError(f"plane {spec.devices.indices}")
+        yield self.running.setdefault(spec.key, FakeGroup(spec, self))
+
+    def runs(self) -> list[str]:
+        return [id for id, _ in self.begun]
+
+
+@pytest.fixture
+def fake() -> FakePlanes:
+    return FakePlanes()
+
+
+@pytest.fixture
+def scheduler(fake: FakePlanes) -> Iterator[Scheduler]:
+    scheduler = Scheduler(cast(GroupRegistry, fake))
+    yield scheduler
+    assert scheduler._waiting == []
+    assert scheduler._busy == {}
+    assert fake.working == set()
+    scheduler.call_off_waiting()  # closes its pool
+
+
+def stages(count: int = 1, *, kind: str = "cpu") -> tuple[LaunchSpec, ...]:
+    """Planes of two stages each."""
+    return tuple(
+        LaunchSpec(
+            degrees=MeshDegrees(pp=2),
+            devices=DeviceList(kind=cast(Any, kind), indices=(2 * index, 2 * index + 1)),
+            log_path=Path("log"),
+        )
+        for index in range(count)
+    )
+
+
+@dataclass
+class Caller:
+    """A sampler node with one piece. `seed` and the options of make_tensors say what it samples."""
+
+    scheduler: Scheduler
+    id: str
+    options: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    planes: tuple[LaunchSpec, ...] = field(default_factory=stages)
+    cost: float = 1.0
+    most_samples: int = 2
+    check: Callable[[], None] = lambda: None
+    make_room: Callable[[DeviceList], None] = lambda devices: None
+    progress: list[int] = field(default_factory=list)
+    checks: list[float] = field(default_factory=list)
+    spoilt: Tensor | None = None
+
+    async def run(self) -> Outcome:
+        tensors = make_tensors(sum(self.id.encode()), **self.options)
+        with self.scheduler.parcel() as parcel:
+            request = replace(make_request(self.id, tensors, parcel), **self.changes)
+            parcel.tensor(request.result).fill_(SPOILT)
+            piece = Piece(request=request, cost=self.cost, most_samples=self.most_samples)
+            host = Host(
+                on_progress=lambda _, progress: self.progress.append(progress.done),
+                check_interrupt=self._check,
+                make_room=self.make_room,
+            )
+            try:
+                (outcome,) = await self.scheduler.run(self.planes, [piece], parcel.fds, host=host)
+            except BaseException:
+                # From here on nobody may write to it, nor read what it held.
+                self.spoilt = parcel.tensor(request.result).fill_(SPOILT)
+                for fd in parcel.fds:
+                    buffer = map_buffer(fd)
+                    ref = TensorRef(buffer=0, offset=0, dtype="uint8", shape=(buffer.size,))
+                    buffer.tensor(ref).fill_(255)
+                self.spoilt.fill_(SPOILT)
+                raise
+            assert torch.equal(parcel.tensor(request.result), sampled(tensors)), self.id
+        return outcome
+
+    def _check(self) -> None:
+        self.checks.append(time.monotonic())
+        self.check()
+
+    def is_untouched(self) -> bool:
+        return self.spoilt is not None and bool((self.spoilt == SPOILT).all())
+
+
+def together(*callers: Caller) -> list[Any]:
+    """All in one event loop, as nodes of a graph; their outcomes or errors."""
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(caller.run() for caller in callers), return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+# ---- which requests, and their tensors
+
+
+def test_every_tensor_of_a_request_has_its_batch_dim() -> None:
+    named = {f.name for f in fields(SampleRequest) if "TensorRef" in str(f.type)}
+    assert named == set(BATCH_DIMS)
+
+
+@pytest.fixture
+def pool() -> Iterator[BufferPool]:
+    pool = BufferPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def parcel(pool: BufferPool) -> Iterator[Parcel]:
+    with Parcel(pool) as parcel:
+        yield parcel
+
+
+@pytest.mark.parametrize(
+    ("options", "changes"),
+    [
+        ({"latent": (3, 2, 4, 6)}, {}),
+        ({"latent": (3, 3, 4, 4)}, {}),
+        ({"tokens": 6}, {}),
+        *[({"leave_out": (name,)}, {}) for name in TENSOR_OPTIONS],
+        ({}, {"model": ModelSpec(path="m", file_bytes=1, mtime_ns=2, dtype="x", compile=False)}),
+        ({}, {"mesh": "cfg2-pp2"}),
+        ({}, {"solver": "euler"}),
+        ({}, {"sigmas": (1.0, 0.9, 0.7, 0.3, 0.0)}),
+        ({}, {"timesteps": (1000.0, 900.0, 700.0, 300.0)}),
+        ({}, {"guidance": 4.0}),
+        ({}, {"guidance": float("nan")}),
+        ({}, {"result": TensorRef(buffer=0, offset=0, dtype="float32", shape=(1, 1))}),
+        ({}, {"noisy": TensorRef(buffer=0, offset=0, dtype="float32", shape=())}),
+        ({"text_batch": 3}, {}),
+    ],
+)
+def test_requests_that_differ_in_more_than_their_samples_are_not_joinable(
+    parcel: Parcel, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    first = make_request("a", make_tensors(1), parcel)
+    other = replace(make_request("b", make_tensors(2, **options), parcel), **changes)
+    assert is_joinable(first, make_request("c", make_tensors(3), parcel))
+    assert is_joinable(first, make_request("c", make_tensors(3, batch=2), parcel))
+    assert is_joinable(first, make_request("c", make_tensors(3, batch=2, text_batch=2), parcel))
+    assert not is_joinable(first, other)
+    assert not is_joinable(other, first)
+    assert not is_joinable(first, Unload(id="d"))
+
+
+@pytest.mark.parametrize("leave_out", [(), TENSOR_OPTIONS])
+def test_joined_request_gives_each_its_samples(
+    parcel: Parcel, pool: BufferPool, leave_out: Sequence[str]
+) -> None:
+    given = [
+        make_tensors(1, leave_out=leave_out),
+        make_tensors(2, batch=3, leave_out=leave_out),
+        make_tensors(3, batch=2, text_batch=2, leave_out=leave_out),
+    ]
+    requests = [make_request(str(i), tensors, parcel) for i, tensors in enumerate(given)]
+    with Parcel(pool) as own:
+        joined = join_requests(requests, [parcel.tensor] * 3, own)
+        assert joined.id == "0+1+2"
+        refs = {name: getattr(joined, name) for name in BATCH_DIMS}
+        tensors = {name: own.tensor(ref) for name, ref in refs.items() if ref is not None}
+        result = tensors.pop("result")
+        assert result.shape == (6, *LATENT)
+        assert tensors["cond"].shape[0] == 6
+        assert set(tensors) == set(given[0])
+        parts = split_results(sampled(tensors), requests)
+    for part, alone in zip(parts, given, strict=True):
+        assert torch.equal(part, sampled(alone))
+
+
+def test_prompt_of_all_stays_one_embedding(parcel: Parcel, pool: BufferPool) -> None:
+    tensors = [make_tensors(seed) for seed in (1, 2)]
+    tensors[1]["uncond"] = tensors[0]["uncond"].clone()
+    requests = [make_request(str(i), own, parcel) for i, own in enumerate(tensors)]
+    with Parcel(pool) as own:
+        joined = join_requests(requests, [parcel.tensor] * 2, own)
+        assert joined.uncond is not None
+        assert joined.uncond.shape[0] == 1
+        assert torch.equal(own.tensor(joined.uncond), tensors[0]["uncond"])
+        assert torch.equal(own.tensor(joined.cond), torch.cat([t["cond"] for t in tensors]))
+
+
+# ---- how many
+
+
+WAN = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
+GRID = LatentGrid(frames=31, rows=22, columns=40)
+
+
+def planned(batch: int) -> PlannedJob:
+    return PlannedJob(shape=WAN, grid=GRID, steps=1, guided=True, batch=batch, text_batch=batch)
+
+
+def test_runs_are_shared_up_to_a_sample_for_each_stage() -> None:
+    def most(mesh: MeshDegrees, batch: int = 1, device_memory: int | None = None) -> int:
+        return joint_samples(mesh, planned(batch), device_memory=device_memory)
+
+    assert most(MeshDegrees(cfg=2, ulysses=2)) == 0
+    assert most(MeshDegrees(pp=3)) == 3
+    assert most(MeshDegrees(pp=3), batch=2) == 3
+    assert most(MeshDegrees(pp=3), batch=3) == 0
+    assert most(MeshDegrees(dp=2, pp=2), batch=2) == 4
+
+
+def test_runs_are_shared_only_as_far_as_memory_allows() -> None:
+    mesh = MeshDegrees(pp=3)
+    needs = [peak_bytes(planned(samples), mesh) for samples in (1, 2, 3)]
+    assert needs == sorted(set(needs))
+    for memory, most in [(needs[0], 0), (needs[1], 2), (needs[2] - 1, 2), (needs[2], 3)]:
+        assert joint_samples(mesh, planned(1), device_memory=memory) == most
+
+
+# ---- who shares
+
+
+def test_two_nodes_share_a_run_and_each_hears_all_of_it(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    callers = [Caller(scheduler, "a"), Caller(scheduler, "b")]
+    outcomes = together(*callers)
+    assert fake.runs() == ["a+b"]
+    for caller, outcome in zip(callers, outcomes, strict=True):
+        assert outcome.requests == 2
+        assert [answer.id for answer in outcome.answers] == ["a+b"]
+        assert caller.progress == [1, 2, 3, 4]
+        gaps = [
+            after - before for before, after in zip(caller.checks, caller.checks[1:], strict=False)
+        ]
+        assert len(caller.checks) >= 4
+        assert max(gaps) < 0.5  # 50 ms on an idle machine
+
+
+def test_node_that_comes_a_moment_later_shares_the_run(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    scheduler._settle_s = 0.4  # on a busy machine a moment may be long
+
+    async def main() -> None:
+        first = asyncio.create_task(Caller(scheduler, "a").run())
+        await asyncio.sleep(0.02)
+        await asyncio.gather(first, Caller(scheduler, "b").run())
+
+    asyncio.run(main())
+    assert fake.runs() == ["a+b"]
+
+
+def test_lone_request_is_run_as_it_is(scheduler: Scheduler, fake: FakePlanes) -> None:
+    (outcome,) = together(Caller(scheduler, "a"))
+    assert fake.runs() == ["a"]
+    assert outcome.requests == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"options": {"latent": (3, 2, 4, 6)}},
+        {"options": {"tokens": 6}},
+        {"options": {"leave_out": ("uncond",)}},
+        {"changes": {"guidance": 4.0}},
+        {"most_samples": 0},
+        {"options": {"batch": 2}},
+    ],
+)
+def test_requests_that_do_not_go_together_take_turns(
+    scheduler: Scheduler, fake: FakePlanes, other: dict[str, Any]
+) -> None:
+    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b", **other))
+    assert sorted(fake.runs()) == ["a", "b"]
+    assert [outcome.requests for outcome in outcomes] == [1, 1]
+
+
+def test_longest_waiting_join_first_as_far_as_there_is_room(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    together(
+        Caller(scheduler, "a", most_samples=3),
+        Caller(scheduler, "b", most_samples=3, options={"batch": 2}),
+        Caller(scheduler, "c", most_samples=3, options={"batch": 2}),
+        Caller(scheduler, "d", most_samples=3),
+        Caller(scheduler, "e", most_samples=3, cost=2),
+    )
+    assert fake.runs() == ["e+a+d", "b", "c"]
+
+
+def test_idle_planes_go_before_sharing_and_are_filled_alike(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    def callers(names: str) -> list[Caller]:
+        return [Caller(scheduler, name, planes=stages(2), most_samples=3) for name in names]
+
+    together(*callers("ab"))
+    assert sorted(fake.begun) == [("a", 0), ("b", 2)]
+    fake.begun.clear()
+    outcomes = together(*callers("abcd"))
+    assert sorted(fake.begun) == [("a+c", 0), ("b+d", 2)]
+    assert [outcome.plane for outcome in outcomes] == [*stages(2), *stages(2)]
+
+
+def test_node_of_one_plane_joins_there_only(scheduler: Scheduler, fake: FakePlanes) -> None:
+    first, second = stages(2)
+    together(
+        Caller(scheduler, "a", planes=(first, second)),
+        Caller(scheduler, "b", planes=(second,)),
+        Caller(scheduler, "c", planes=(second,)),
+    )
+    assert sorted(fake.begun) == [("a", 0), ("b+c", 2)]
+
+
+def test_threads_with_loops_of_their_own_share_a_run(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    scheduler._settle_s = 0.4
+    outcomes: dict[str, Any] = {}
+    callers = [Caller(scheduler, name, most_samples=3) for name in "abc"]
+
+    def node(caller: Caller) -> None:
+        outcomes[caller.id] = together(caller)[0]
+
+    threads = [threading.Thread(target=node, args=(caller,)) for caller in callers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(fake.runs()) == 1
+    for caller in callers:
+        assert outcomes[caller.id].requests == 3
+        assert caller.progress == [1, 2, 3, 4]
+
+
+# ---- leaving
+
+
+@pytest.mark.parametrize("how", ["interrupt", "cancel"])
+@pytest.mark.parametrize("moment", ["start", "run"])
+def test_follower_leaves_alone_and_the_run_goes_on(
+    scheduler: Scheduler, fake: FakePlanes, how: str, moment: str
+) -> None:
+    """At the start of the group its place is free again; in a run its part is computed and dropped."""
+    fake.start_s = 0.3
+    due: list[bool] = []
+
+    def check() -> None:
+        if how == "interrupt" and due:
+            raise Interrupted
+
+    leaver = Caller(scheduler, "b", most_samples=3, check=check)
+    others = [Caller(scheduler, name, most_samples=3) for name in "ac"]
+
+    async def main() -> list[Outcome]:
+        first, leaving, third = (
+            asyncio.create_task(caller.run()) for caller in (others[0], leaver, others[1])
+        )
+        await wait_for(lambda: scheduler._busy if moment == "start" else fake.begun)
+        due.append(True)
+        if how == "cancel":
+            leaving.cancel()
+        with pytest.raises(Interrupted if how == "interrupt" else asyncio.CancelledError):
+            await leaving
+        assert not fake.ended
+        return [await first, await third]
+
+    outcomes = asyncio.run(main())
+    assert fake.runs() == ["a+c" if moment == "start" else "a+b+c"]
+    assert [outcome.requests for outcome in outcomes] == [2 if moment == "start" else 3] * 2
+    assert leaver.is_untouched()
+
+
+async def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + STEP_LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("how", ["interrupt", "cancel"])
+@pytest.mark.parametrize("moment", ["turn", "start", "run"])
+def test_leader_that_leaves_does_not_take_the_others_down(
+    scheduler: Scheduler, fake: FakePlanes, how: str, moment: str
+) -> None:
+    """They are queued again and share the next run; one loss of their plane is still made good."""
+    fake.start_s = 0.2 if moment == "start" else 0.0
+    losses = [WorkerDied("once")]
+    fake.behaviour = lambda spec, id: losses.pop() if id == "b+c" and losses else None
+    due: list[bool] = []
+
+    def check() -> None:
+        if how == "interrupt" and due:
+            raise Interrupted
+
+    leader = Caller(scheduler, "a", most_samples=3, check=check)
+    others = [Caller(scheduler, name, most_samples=3) for name in "bc"]
+
+    async def main() -> list[Outcome]:
+        leading, *following = (asyncio.create_task(c.run()) for c in (leader, *others))
+        if moment == "turn":  # the turn is there, and nobody has seen it
+            await wait_for(lambda: len(scheduler._waiting) == 3)
+            scheduler._settle_s = 0.0
+            scheduler._dispatch()
+            scheduler._settle_s = SETTLE_S
+        await wait_for(lambda: fake.begun if moment == "run" else scheduler._busy)
+        due.append(True)
+        if how == "cancel":
+            leading.cancel()
+        with pytest.raises(Interrupted if how == "interrupt" else asyncio.CancelledError):
+            await leading
+        return list(await asyncio.gather(*following))
+
+    outcomes = asyncio.run(main())
+    first = ["a+b+c"] * (moment == "run")
+    assert fake.runs()[: len(first) + 1] == [*first, "b+c"]
+    assert sorted(fake.runs()[len(first) + 1 :]) == ["b", "c"]
+    assert [outcome.requests for outcome in outcomes] == [1, 1]
+    assert leader.is_untouched()
+
+
+def test_each_of_many_that_leave_at_any_moment_harms_no_other() -> None:
+    """Three threads, each with nodes that are cancelled at random; those that stay get what is theirs."""
+    fake = FakePlanes()
+    scheduler = Scheduler(cast(GroupRegistry, fake))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ends: Counter[str] = Counter()
+    problems: list[BaseException] = []
+
+    async def node(name: str, chance: random.Random) -> None:
+        caller = Caller(scheduler, name, most_samples=4, planes=stages(2))
+        task = asyncio.create_task(caller.run())
+        if chance.random() < 0.5:
+            await asyncio.sleep(chance.random() * 0.4)
+            task.cancel()
+        try:
+            outcome = await task
+            ends[f"shared {outcome.requests}"] += 1
+        except asyncio.CancelledError:
+            ends["left"] += 1
+            assert caller.is_untouched()
+            left.append(caller)
+
+    left: list[Caller] = []
+
+    def thread(number: int) -> None:
+        chance = random.Random(number)
+
+        async def main() -> None:
+            await asyncio.gather(*(node(f"{number}{letter}", chance) for letter in "abcdefgh"))
+
+        try:
+            asyncio.run(main())
+        except BaseException as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=thread, args=(number,)) for number in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    assert not problems
+    assert all(caller.is_untouched() for caller in left)
+    assert sum(ends.values()) == 24
+    assert ends["left"] >= 4
+    assert sum(count for end, count in ends.items() if end not in ("left", "shared 1")) >= 4
+    assert scheduler._waiting == []
+    assert scheduler._busy == {}
+    left.clear()
+    gc.collect()
+    scheduler.call_off_waiting()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- losses and refusals
+
+
+@pytest.mark.parametrize("loss", [WorkerDied, WorkerTimeout])
+def test_lost_plane_costs_each_one_retry_alone(
+    scheduler: Scheduler, fake: FakePlanes, loss: type[Exception]
+) -> None:
+    fake.behaviour = lambda spec, id: loss("gone") if id in ("a+b", "b") else None
+    good, bad = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    assert good.requests == 1
+    assert isinstance(bad, loss)
+    assert fake.runs() == ["a+b", "a", "b"]
+
+
+def test_lost_plane_is_left_for_another(scheduler: Scheduler, fake: FakePlanes) -> None:
+    both = stages(2)
+    fake.behaviour = lambda spec, id: WorkerDied("ill") if spec.key == both[0].key else None
+    together(*(Caller(scheduler, name, planes=both) for name in "abcd"))
+    assert fake.begun[:2] == [("a+c", 0), ("b+d", 2)]
+    assert sorted(fake.begun[2:]) == [("a", 2), ("c", 2)]
+
+
+def test_group_that_does_not_start_leaves_all_its_members_to_the_others(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    both = stages(2)
+    fake.fails_to_start = lambda spec: spec.key == both[0].key
+    together(*(Caller(scheduler, name, planes=both) for name in "abcd"))
+    assert {plane for _, plane in fake.begun} == {2}
+    fake.fails_to_start = lambda spec: True
+    outcomes = together(*(Caller(scheduler, name, planes=both) for name in "ab"))
+    assert [type(outcome) for outcome in outcomes] == [WorkerStartError] * 2
+
+
+def test_stopped_group_is_not_tried_again(scheduler: Scheduler, fake: FakePlanes) -> None:
+    fake.behaviour = lambda spec, id: WorkerStopped("told to")
+    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    assert [type(outcome) for outcome in outcomes] == [WorkerStopped] * 2
+    assert fake.runs() == ["a+b"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("NaN"),
+        InsufficientMemoryError("short"),
+        RemoteError("odd", rank=0, traceback=""),
+    ],
+)
+@pytest.mark.parametrize("guilty", ["a", "b", "none"])
+def test_refused_run_is_done_one_by_one(
+    scheduler: Scheduler, fake: FakePlanes, error: Exception, guilty: str
+) -> None:
+    fake.behaviour = lambda spec, id: error if id in ("a+b", guilty) else None
+    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    assert fake.runs() == ["a+b", "a", "b"]
+    for name, outcome in zip("ab", outcomes, strict=True):
+        if name == guilty:
+            assert outcome is error
+        else:
+            assert outcome.requests == 1
+
+
+def test_one_that_was_refused_alone_still_has_its_retry(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    errors = {"a+b": [ConfigError("no")], "a": [WorkerDied("gone")]}
+    fake.behaviour = lambda spec, id: errors[id].pop() if errors.get(id) else None
+    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    assert [outcome.requests for outcome in outcomes] == [1, 1]
+    assert sorted(fake.runs()) == ["a", "a", "a+b", "b"]
+
+
+def test_request_with_a_wrong_descriptor_harms_nobody_else(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    astray = TensorRef(buffer=99, offset=0, dtype="float32", shape=(1, 5, 8))
+    good, bad = together(Caller(scheduler, "a"), Caller(scheduler, "b", changes={"cond": astray}))
+    assert good.requests == 1
+    assert isinstance(bad, IndexError)  # of this plane's; ranks answer in their way
+    assert fake.runs() == ["a", "b"]
+
+
+def test_too_little_memory_makes_room_once_then_each_is_run_alone(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    fake.behaviour = lambda spec, id: InsufficientMemoryError("short") if "+" in id else None
+    rooms: list[DeviceList] = []
+    cuda = stages(1, kind="cuda")
+    together(*(Caller(scheduler, name, planes=cuda, make_room=rooms.append) for name in "ab"))
+    assert fake.runs() == ["a+b", "a+b", "a", "b"]
+    assert rooms == [cuda[0].devices] * 2  # before the start, and before the second try
+
+
+def test_stop_calls_off_what_waits_and_not_what_shares_a_run(
+    scheduler: Scheduler, fake: FakePlanes
+) -> None:
+    async def main() -> list[Any]:
+        running = [asyncio.create_task(Caller(scheduler, name).run()) for name in "abc"]
+        await wait_for(lambda: fake.begun)
+        scheduler.call_off_waiting()
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    first, second, waiting = asyncio.run(main())
+    assert first.requests == second.requests == 2
+    assert isinstance(waiting, WorkerStopped)

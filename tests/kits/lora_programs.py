@@ -1,0 +1,93 @@
+"""What the ranks of the test pool run to show LoRAs on a mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import WanDistError
+from comfy_wan_dist.ipc.messages import ModelSpec
+from devtools.mesh_runs import (
+    Inputs,
+    LocalJob,
+    Schedule,
+    build_local_runner,
+    build_request,
+    mesh_degrees,
+)
+from workers.job import JobStats
+from workers.parallel.agreement import Agreement
+from workers.parallel.fsdp import local_part
+from workers.runner import PlaneRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOnRank:
+    """One job: its result, what it read, and a digest of each parameter that the rank holds after it.
+
+    error: what it ended with instead.
+    """
+
+    result: Tensor
+    bytes_read: int
+    digests: dict[str, str]
+    error: str = ""
+
+
+def run_specs(
+    rank: int,
+    mesh: str,
+    specs: Sequence[ModelSpec],
+    inputs: Inputs,
+    schedule: Schedule,
+    fresh: bool = False,
+) -> list[RunOnRank]:
+    """A job for each of `specs`, one after another on one runner, or each on a new one."""
+    runner, agreement = build_local_runner(rank, mesh)
+    runs = []
+    for spec in specs:
+        if fresh:
+            runner.unload()
+        try:
+            result, stats = run_on(runner, agreement, mesh, spec, inputs, schedule)
+        except WanDistError as error:
+            runs.append(
+                RunOnRank(
+                    result=torch.empty(0),
+                    bytes_read=0,
+                    digests={},
+                    error=f"{type(error).__name__}: {error}",
+                )
+            )
+            continue
+        assert runner._transformers.model.held is not None
+        fsdp = runner._plane.for_mesh(mesh_degrees(mesh)).fsdp
+        digests = {
+            name: digest(local_part(parameter, fsdp)[0])
+            for name, parameter in runner._transformers.model.held.loaded.model.named_parameters()
+        }
+        runs.append(RunOnRank(result=result, bytes_read=stats.bytes_read, digests=digests))
+    return runs
+
+
+def run_on(
+    runner: PlaneRunner,
+    agreement: Agreement,
+    mesh: str,
+    spec: ModelSpec,
+    inputs: Inputs,
+    schedule: Schedule,
+) -> tuple[Tensor, JobStats]:
+    """One job; its result is filled on rank 0."""
+    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    return tensors[-1], stats
+
+
+def digest(values: Tensor) -> str:
+    raw = values.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()

@@ -1,0 +1,143 @@
+"""A job as its runner sees it, and the steps of a job that end alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import InsufficientMemoryError, JobCancelled
+from comfy_wan_dist.ipc.messages import JobRequest, LedgerLine, Progress, TensorRef
+from comfy_wan_dist.ipc.shared import SharedBuffer, view_of
+from workers.checkpoint.sharing import Milestone
+from workers.parallel.agreement import Agreement, OutOfStep
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobStats:
+    """What a job cost this rank: bytes asked of model files, the lines of its ledger; the rest as in `Done`."""
+
+    bytes_read: int = 0
+    ledger: tuple[LedgerLine, ...] = ()
+    peak_bytes: int = 0
+    note: str = ""
+
+
+class Runner(Protocol):
+    """What a rank can do. The loop calls it from the main thread only."""
+
+    def run(self, request: JobRequest, job: Job) -> JobStats:
+        """Carry out `request`; ranks of ComfyUI's machine write the result into the tensor that the request names."""
+        ...
+
+    def unload(self) -> None:
+        """Drop all models and give their memory back."""
+        ...
+
+
+class Job:
+    """A running job as its runner sees it."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        buffers: Sequence[SharedBuffer],
+        agreement: Agreement,
+        is_cancelled: Callable[[], bool],
+        send_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self._id = id
+        self._buffers = buffers
+        self._agreement = agreement
+        self._is_cancelled = is_cancelled
+        self._send_progress = send_progress
+
+    def tensor(self, ref: TensorRef) -> Tensor:
+        """The CPU tensor that `ref` names: on ComfyUI's machine a view on memory shared with it.
+
+        Only the request's result may be written to. Raises ProtocolError if the ref does not fit
+        its buffer.
+        """
+        return view_of(self._buffers, ref)
+
+    def report(self, phase: str, done: int, total: int) -> None:
+        """Tell the client how far the job is: one message per call, from rank 0 only."""
+        if self._send_progress is not None:
+            self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
+
+    def cancel_requested(self) -> bool:
+        """Whether this rank has been told to stop. The others may not know: use `agree_stop`."""
+        return self._is_cancelled()
+
+    def agree(self, error: Exception | None) -> None:
+        """Vote after a local phase: see `Agreement.agree`. Every rank must call it."""
+        self._agreement.agree(error)
+
+    def agree_stop(self) -> bool:
+        """Whether any rank has been told to stop; all get one answer. Every rank must call it.
+
+        Once it is True, raise JobCancelled on every rank.
+        """
+        return self._agreement.agree_stop(self._is_cancelled())
+
+    def agree_least(self, number: int) -> int:
+        """The least of the ranks' numbers, the same on every rank. Every rank must call it."""
+        return self._agreement.agree_least(number)
+
+
+def together(job: Job, phase: Callable[[], T]) -> T:
+    """Run a local phase, then vote: it returns on every rank or raises the same error on every rank.
+
+    Collectives: one vote. A ConfigError on any rank is an answer, and the group lives on. After OutOfStep, which it
+    raises, there is no vote, and the group must end.
+    """
+    error: Exception | None = None
+    try:
+        with memory_errors():
+            result = phase()
+    except OutOfStep:
+        raise
+    except Exception as caught:  # whatever it is, the other ranks must hear of it before they go on
+        error = caught
+    job.agree(error)
+    return result
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise a device's lack of memory as InsufficientMemoryError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as caught:
+        raise InsufficientMemoryError(
+            f"a device ran out of memory: {str(caught).splitlines()[0]} Use a mesh with more ranks, or a smaller video"
+        ) from caught
+
+
+def load_milestone(job: Job, *, turn: int = 0, turns: int = 1) -> Milestone:
+    """Reports how far a load is. Collectives: one vote, where errors and a stop are heard on every rank.
+
+    turn: of a job's loads, which come one after the other and have about as much to read, the number of this one.
+    """
+
+    def milestone(done: int, total: int, error: Exception | None) -> None:
+        if error is None and job.cancel_requested():
+            error = JobCancelled("the job was stopped while the model was loading")
+        job.agree(error)
+        if total:
+            job.report("load", turn * total + done, turns * total)
+
+    return milestone
+
+
+def stop_if_asked(job: Job) -> None:
+    """Raise JobCancelled on every rank once any rank has been told to stop. Collectives: one vote."""
+    if job.agree_stop():
+        raise JobCancelled("the job was stopped on request")

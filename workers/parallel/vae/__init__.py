@@ -1,0 +1,1 @@
+"""The VAE's work cut over ranks."""

@@ -1,0 +1,112 @@
+"""Weights that stay in memory as a quantised file has them, and exist in the model's dtype only while they are used.
+
+A linear reads `self.weight` as ever; here that is a property which unpacks. So the model, tensor parallelism and the
+loader know nothing of formats, and what a rank holds of a matrix is what it would hold of any other: rows for a column
+cut, columns for a row cut. Blocks are not cut: a rank holds those that its columns lie in, and what they have too much
+is left out after they are unpacked. A scale belongs to the whole weight, and all its shards share it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from comfy_wan_dist.mesh.packing import Packing
+from comfy_wan_dist.mesh.parameters import Slice
+from comfy_wan_dist.model_file.encoding import BLOCKS
+from workers.model.wan import WanModel
+
+from .unpack import unpack_blocks
+
+FP8_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+class PackedWeight(nn.Module):
+    """A rank's part of a matrix, [rows, columns], in the file's own form.
+
+    data: fp8 [rows, columns], or blocks as uint8 [rows, bytes]. scale: float32, one number, if the file has one.
+    stored: which bytes of the file's rows `data` holds.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, packing: Packing, held: Tensor, *, first: int) -> None:
+        """held: the meta tensor whose place this takes. first: which column of the full matrix its first one is."""
+        super().__init__()
+        rows, columns = held.shape
+        blocks = packing.covering(first, first + columns)
+        self.packing = packing
+        self.encoding = packing.encoding
+        self.dtype = held.dtype
+        self.skipped = first - blocks.start * packing.items
+        self.columns = columns
+        self.stored = self.stored_of(Slice(dim=1, start=first, stop=first + columns))
+        width = len(blocks) * packing.size
+        dtype = torch.uint8 if packing.encoding in BLOCKS else FP8_TYPES[packing.encoding]
+        data = torch.empty(rows, width, dtype=dtype, device=held.device)
+        self.data = nn.Parameter(data, requires_grad=False)
+        scale = torch.empty((), device=held.device) if packing.is_scaled else None
+        self.register_buffer("scale", scale)
+
+    def stored_of(self, columns: Slice) -> Slice:
+        """The bytes of a row in which those columns of the full matrix lie."""
+        blocks, size = self.packing.covering(columns.start, columns.stop), self.packing.size
+        return Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
+
+    def forward(self) -> Tensor:
+        """The values, [rows, columns] in the model's dtype."""
+        if self.encoding in BLOCKS:
+            values = unpack_blocks(self.data, self.encoding)
+            return values.narrow(1, self.skipped, self.columns).to(self.dtype)
+        if self.scale is None:
+            return self.data.to(self.dtype)
+        return self.data.float().mul_(self.scale).to(self.dtype)
+
+
+class _UnpacksWeight:
+    """Of a linear: `weight` is unpacked anew whenever it is read."""
+
+    packed: PackedWeight
+
+    @property
+    def weight(self) -> Tensor:
+        return self.packed()
+
+
+def apply_packing(model: WanModel) -> None:
+    """Let the linears whose weights the model's shape names as packed keep them so.
+
+    Call it on the meta device, after the cuts that change a linear's kind or shape; a plain model stays as it is.
+    """
+    packed = dict(model.shape.packed)
+    unpacking: dict[type[nn.Module], type[nn.Module]] = {}
+    for name, module in list(model.named_modules()):
+        packing = packed.get(f"{name}.weight")
+        if packing is None:
+            continue
+        held = module.weight
+        assert isinstance(held, Tensor)
+        # A row-parallel linear's columns are its rank's run of the full matrix's.
+        first = int(getattr(module, "first_column", 0))
+        del module.weight
+        kind = type(module)
+        if kind not in unpacking:
+            unpacking[kind] = type(f"Packed{kind.__name__}", (_UnpacksWeight, kind), {})
+        module.__class__ = unpacking[kind]  # as torch's own parametrizations do
+        module.packed = PackedWeight(packing, held, first=first)
+
+
+def official_name(parameter: str) -> str:
+    """Of a parameter as the model has it: what is packed stands for the weight."""
+    return re.sub(r"\.packed\.data$", ".weight", parameter)
+
+
+def packed_weights(model: WanModel) -> dict[str, PackedWeight]:
+    """By the official name of the parameter that each stands for."""
+    return {
+        official_name(f"{name}.data"): module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedWeight)
+    }

@@ -1,0 +1,1 @@
+"""What a rank holds between jobs, and the memory for it."""
