@@ -7,7 +7,7 @@ Source: ComfyUI 0.3.75, comfy/model_base.py (WAN21.concat_cond). Behaviour only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ..ipc.errors import ConfigError
 from ..mesh.shape import WanShape
-from . import adapter as comfy_adapter
-from .adapter import IMAGE_KEYS, Conditioning
+from .latent import latent_format, resize_latent
 
 MASK_CHANNELS = 4
+Conditioning = Sequence[Sequence[Any]]
+IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,58 @@ def read_prompt(
 ) -> Prompt:
     """The prompt for a latent [B, C, T, h, w]. Raises ConfigError for what the model does not take."""
     takes_image = shape.image_dim > 0
-    text = comfy_adapter.prompt_embedding(
+    text = prompt_embedding(
         conditioning, label=label, text_dim=shape.text_dim, takes_image=takes_image
     )
     options = conditioning[0][1]
     image = _image_channels(options, shape, latent, label=label) if takes_image else None
     return Prompt(text=text, image=image)
+
+
+def prompt_embedding(
+    conditioning: Conditioning, *, label: str, text_dim: int, takes_image: bool = False
+) -> Tensor:
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for.
+
+    takes_image: an image conditioning may come along.
+    """
+    if len(conditioning) != 1:
+        raise ConfigError(
+            f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one: connect a single "
+            "CLIPTextEncode and leave out ConditioningCombine and scheduling"
+        )
+    embedding, options = conditioning[0][0], conditioning[0][1]
+    defaults = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
+    extra = sorted(
+        key
+        for key, value in options.items()
+        if value is not None
+        and key != "pooled_output"
+        and not (takes_image and key in IMAGE_KEYS)
+        and not (isinstance(value, (int, float)) and value == defaults.get(key))
+    )
+    if extra:
+        raise ConfigError(
+            f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "
+            + ("use an I2V model" if set(extra) <= set(IMAGE_KEYS) else "leave it out")
+            + ", or connect the output of CLIPTextEncode directly"
+        )
+    if (
+        not isinstance(embedding, Tensor)
+        or embedding.dim() != 3
+        or embedding.shape[0] != 1
+        or embedding.shape[-1] != text_dim
+    ):
+        shape = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
+        raise ConfigError(
+            f"the {label} conditioning has shape {shape}; this model needs [1, tokens, {text_dim}]: "
+            "encode the prompt with the umT5 text encoder of Wan (CLIPLoader, type wan)"
+        )
+    if not bool(torch.isfinite(embedding).all()):
+        raise ConfigError(
+            f"the {label} conditioning holds NaN or infinite values; encode the prompt again"
+        )
+    return embedding.to("cpu", torch.float32)
 
 
 def _image_channels(
@@ -54,7 +101,7 @@ def _image_channels(
     if image is None:
         return torch.zeros(1, shape.image_dim, *latent.shape[2:])
     image = _fitted(image, latent, channels=(shape.out_dim,), label=f"{label} image")
-    image = comfy_adapter.latent_format(shape.out_dim).process_in(image)
+    image = latent_format(shape.out_dim).process_in(image)
     if mask is None:
         known = torch.zeros(1, MASK_CHANNELS, *latent.shape[2:])
     else:
@@ -82,7 +129,7 @@ def _fitted(x: object, latent: Tensor, *, channels: tuple[int, ...], label: str)
             f"the {label} has shape {got}; for this latent it must be [1 or {batch}, {channels[-1]}, {frames}, height, "
             "width]: give WanImageToVideo and the latent the same length and batch size"
         )
-    fitted = comfy_adapter.resize_latent(x, height=height, width=width)
+    fitted = resize_latent(x, height=height, width=width)
     if not bool(torch.isfinite(fitted).all()):
         raise ConfigError(f"the {label} holds NaN or infinite values; encode it again")
     return fitted

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..comfyui.adapter import SamplingTensors
 from ..comfyui.conditioning import Prompt
+from ..comfyui.latent import SamplingTensors
 from ..group.scheduler import Piece
 from ..ipc.messages import SampleRequest, TensorRef
 from ..ipc.shared import split_ref

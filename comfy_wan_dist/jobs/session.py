@@ -16,7 +16,9 @@ from contextlib import asynccontextmanager
 import torch
 from torch import Tensor
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.devices import cuda_devices, free_devices, visible_cuda
+from ..comfyui.execution import ProgressReporter, check_interrupt
+from ..comfyui.folders import log_folder
 from ..group.progress import overall
 from ..group.registry import default_registry
 from ..group.scheduler import Host, Outcome, Piece, Scheduler
@@ -36,14 +38,14 @@ def planes_for(model: ResolvedModel) -> tuple[LaunchSpec, ...]:
     return plane_specs(
         model.degrees,
         model.devices,
-        log_folder=comfy_adapter.log_folder(),
+        log_folder=log_folder(),
         machines=model.machines,
     )
 
 
 def resolve(handle: ModelHandle) -> ResolvedModel:
     """The handle checked against its file and this machine. Raises ModelFileError, MeshError, ConfigError."""
-    devices = comfy_adapter.cuda_devices()
+    devices = cuda_devices()
     return resolve_model(
         handle,
         visible_cuda=len(devices),
@@ -54,7 +56,7 @@ def resolve(handle: ModelHandle) -> ResolvedModel:
 def planes_of(handle: ModelHandle) -> tuple[LaunchSpec, ...]:
     """The groups for work that any mesh can do, such as the VAE's: running ones on the handle's devices if its mesh is
     `auto`, so that decoding does not restart what sampled."""
-    visible = comfy_adapter.visible_cuda()
+    visible = visible_cuda()
     if parse_mesh(handle.mesh) is None:
         devices = parse_devices(handle.devices, visible_cuda=visible)
         running = tuple(
@@ -108,7 +110,7 @@ class Session:
 
         When a device is short of memory, ComfyUI's own models are moved off it and the piece is tried once more.
         """
-        bar = comfy_adapter.ProgressReporter()
+        bar = ProgressReporter()
         latest: list[Progress | None] = [None] * len(pieces)
         shown = (0, 0)
 
@@ -122,8 +124,8 @@ class Session:
 
         host = Host(
             on_progress=show,
-            check_interrupt=comfy_adapter.check_interrupt,
-            make_room=comfy_adapter.free_devices,
+            check_interrupt=check_interrupt,
+            make_room=free_devices,
         )
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, host=host)
         for piece, outcome in zip(pieces, outcomes, strict=True):

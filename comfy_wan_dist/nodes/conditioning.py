@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.conditioning import Conditioning, prompt_embedding
+from ..comfyui.folders import conditioning_path, list_conditioning, new_output_path
 from ..model_file import conditioning as conditioning_file
 from .load_model import CATEGORY
 
@@ -33,13 +34,11 @@ class SaveConditioning(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, conditioning: comfy_adapter.Conditioning, filename_prefix: str
-    ) -> io.NodeOutput:
-        embedding = comfy_adapter.prompt_embedding(
+    def execute(cls, conditioning: Conditioning, filename_prefix: str) -> io.NodeOutput:
+        embedding = prompt_embedding(
             conditioning, label="given", text_dim=conditioning_file.TEXT_DIM
         )
-        path, name, subfolder = comfy_adapter.new_output_path(filename_prefix, ".safetensors")
+        path, name, subfolder = new_output_path(filename_prefix, ".safetensors")
         conditioning_file.save(path, embedding)
         saved = {"filename": name, "subfolder": subfolder, "type": "output"}
         return io.NodeOutput(ui={"files": [saved]})
@@ -56,7 +55,7 @@ class LoadConditioning(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "file",
-                    options=comfy_adapter.list_conditioning(),
+                    options=list_conditioning(),
                     tooltip="A .safetensors file in ComfyUI's input or output folder.",
                 ),
             ],
@@ -65,10 +64,10 @@ class LoadConditioning(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, file: str) -> str:
-        status = comfy_adapter.conditioning_path(file).stat()
+        status = conditioning_path(file).stat()
         return f"{status.st_size}-{status.st_mtime_ns}"
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
-        embedding = conditioning_file.load(comfy_adapter.conditioning_path(file))
+        embedding = conditioning_file.load(conditioning_path(file))
         return io.NodeOutput([[embedding, {"pooled_output": None}]])

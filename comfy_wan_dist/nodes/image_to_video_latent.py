@@ -11,7 +11,9 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.folders import model_path, validate_model_name
+from ..comfyui.images import fit_images
+from ..comfyui.latent import mean_latent
 from ..group.scheduler import Piece
 from ..ipc.errors import ConfigError
 from ..ipc.messages import EncodeRequest, VAESpec
@@ -91,7 +93,7 @@ class ImageToVideoLatent(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str) -> str | bool:
-        return comfy_adapter.validate_model_name("vae", vae_name)
+        return validate_model_name("vae", vae_name)
 
     @classmethod
     async def execute(
@@ -115,14 +117,12 @@ class ImageToVideoLatent(io.ComfyNode):
         end = None if end_image is None else last_frames(end_image)
         validate_room(start, end, frames=latent.shape[2])
         planes = session.planes_of(model)
-        spec = resolve_vae(
-            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
-        )
-        latent = comfy_adapter.mean_latent(latent)
+        spec = resolve_vae(model_path("vae", vae_name), vae_dtype, devices=planes[0].devices)
+        latent = mean_latent(latent)
         mask = torch.ones(1, 1, *latent.shape[-3:])
 
         async def encode(images: Tensor, name: str) -> Tensor:
-            images = comfy_adapter.fit_images(images, width=width, height=height)
+            images = fit_images(images, width=width, height=height)
             return await encode_images(
                 job, f"{job.id}-{name}", spec, images, memory_bytes=memory_bytes
             )

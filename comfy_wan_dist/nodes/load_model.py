@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.folders import list_models, model_path, validate_model_name
 from ..jobs import session
 from ..jobs.handle import DTYPES, ModelHandle, fingerprint
 from ..mesh.machines import MAX_MACHINES
@@ -30,7 +30,7 @@ class LoadModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=comfy_adapter.list_models("diffusion_models"),
+                    options=list_models("diffusion_models"),
                     tooltip="File or folder in models/diffusion_models, or folder of diffusers in models/diffusers: 16 "
                     "or 32 bits, fp8 with or without scales, or GGUF.",
                 ),
@@ -80,7 +80,7 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "low_noise_model",
-                    options=[NO_EXPERT, *comfy_adapter.list_models("diffusion_models")],
+                    options=[NO_EXPERT, *list_models("diffusion_models")],
                     default=NO_EXPERT,
                     optional=True,
                     tooltip="For a model in two experts, such as T2V-A14B: its file for low noise, beside the one for "
@@ -93,7 +93,7 @@ class LoadModel(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, model_name: str, low_noise_model: str = NO_EXPERT) -> str | bool:
         names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
-        answers = (comfy_adapter.validate_model_name("diffusion_models", name) for name in names)
+        answers = (validate_model_name("diffusion_models", name) for name in names)
         return next((answer for answer in answers if answer is not True), True)
 
     @classmethod
@@ -109,7 +109,7 @@ class LoadModel(io.ComfyNode):
         low_noise_model: str = NO_EXPERT,
     ) -> str:
         names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
-        paths = [comfy_adapter.model_path("diffusion_models", name) for name in names]
+        paths = [model_path("diffusion_models", name) for name in names]
         return " ".join(fingerprint(read_model_file(path)) for path in paths)
 
     @classmethod
@@ -125,7 +125,7 @@ class LoadModel(io.ComfyNode):
         low_noise_model: str = NO_EXPERT,
     ) -> io.NodeOutput:
         handle = ModelHandle(
-            path=comfy_adapter.model_path("diffusion_models", model_name),
+            path=model_path("diffusion_models", model_name),
             dtype=dtype,
             mesh=mesh,
             devices=devices,
@@ -135,7 +135,7 @@ class LoadModel(io.ComfyNode):
             low_noise_path=(
                 ""
                 if low_noise_model == NO_EXPERT
-                else comfy_adapter.model_path("diffusion_models", low_noise_model)
+                else model_path("diffusion_models", low_noise_model)
             ),
         )
         session.resolve(handle)

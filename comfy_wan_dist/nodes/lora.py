@@ -6,7 +6,7 @@ import logging
 
 from comfy_api.latest import io
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.folders import list_loras, lora_path
 from ..jobs import session
 from ..jobs.handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
@@ -32,7 +32,7 @@ class LoRA(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "lora_name",
-                    options=comfy_adapter.list_loras(),
+                    options=list_loras(),
                     tooltip="File in models/loras: safetensors, made for this model, with keys in any usual spelling.",
                 ),
                 io.Float.Input(
@@ -64,7 +64,7 @@ class LoRA(io.ComfyNode):
     ) -> str:
         if strength == 0:
             return ""
-        return fingerprint(read_model_file(comfy_adapter.lora_path(lora_name)))
+        return fingerprint(read_model_file(lora_path(lora_name)))
 
     @classmethod
     def execute(
@@ -72,7 +72,7 @@ class LoRA(io.ComfyNode):
     ) -> io.NodeOutput:
         if strength == 0:
             return io.NodeOutput(model)
-        handle = model.with_lora(comfy_adapter.lora_path(lora_name), strength, expert)
+        handle = model.with_lora(lora_path(lora_name), strength, expert)
         file = session.resolve(handle).loras[-1]
         level = logging.WARNING if file.unknown else logging.INFO
         logger.log(level, "[wan-dist] LoRA %s", file.describe(strength, most=len(file.unknown)))

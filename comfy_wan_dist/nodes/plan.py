@@ -6,7 +6,8 @@ from math import isclose
 
 from comfy_api.latest import io, ui
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.devices import cuda_devices
+from ..comfyui.images import image_of
 from ..jobs.handle import ModelHandle
 from ..mesh.shape import TI2V_5B, video_grid
 from ..mesh.workload import PlannedJob
@@ -110,9 +111,9 @@ class PlanMesh(io.ComfyNode):
                 batch=batch_size,
                 dtype=dtype,
             ),
-            known_pool(comfy_adapter.cuda_devices()) if is_here else parse_pool(devices),
+            known_pool(cuda_devices()) if is_here else parse_pool(devices),
         )
-        chart = comfy_adapter.image_of(draw_plan(plan))
+        chart = image_of(draw_plan(plan))
         report = plan_text(plan)
         shown = {**ui.PreviewImage(chart, cls=cls).as_dict(), **ui.PreviewText(report).as_dict()}
         return io.NodeOutput(chart, report, ui=shown)

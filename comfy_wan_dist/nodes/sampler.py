@@ -8,8 +8,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..comfyui import adapter as comfy_adapter
-from ..comfyui.conditioning import read_prompt
+from ..comfyui.conditioning import Conditioning, read_prompt
+from ..comfyui.latent import Latent, finish_sampling, prepare_sampling
+from ..comfyui.schedule import SAMPLERS, build_schedule, list_schedulers, sigmas_schedule
 from ..ipc.errors import ConfigError
 from ..jobs import session
 from ..jobs.experts import Experts, choose_experts
@@ -68,13 +69,13 @@ class Sampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "sampler_name",
-                    options=list(comfy_adapter.SAMPLERS),
+                    options=list(SAMPLERS),
                     default="uni_pc",
                     tooltip="ComfyUI's samplers by their names; wan_unipc is the UniPC of the official Wan code.",
                 ),
                 io.Combo.Input(
                     "scheduler",
-                    options=comfy_adapter.list_schedulers(),
+                    options=list_schedulers(),
                     default="simple",
                     tooltip="ComfyUI's schedulers; wan_official is the schedule of the official Wan code.",
                 ),
@@ -145,9 +146,9 @@ class Sampler(io.ComfyNode):
     async def execute(
         cls,
         model: ModelHandle,
-        positive: comfy_adapter.Conditioning,
-        negative: comfy_adapter.Conditioning,
-        latent_image: comfy_adapter.Latent,
+        positive: Conditioning,
+        negative: Conditioning,
+        latent_image: Latent,
         seed: int,
         steps: int,
         cfg: float,
@@ -165,10 +166,10 @@ class Sampler(io.ComfyNode):
             schedule, note = _few_step(few_step, has_sigmas=sigmas is not None)
             sampler_name, cfg, low_noise_cfg = FEW_STEP_SOLVER, 1.0, 0.0
         elif sigmas is not None:
-            schedule = comfy_adapter.sigmas_schedule(sigmas)
+            schedule = sigmas_schedule(sigmas)
             note = f"sigmas {_listed(schedule)}; not used: steps, scheduler, shift, denoise\n\n"
         else:
-            schedule = comfy_adapter.build_schedule(
+            schedule = build_schedule(
                 sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
             )
         for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
@@ -184,7 +185,7 @@ class Sampler(io.ComfyNode):
             low_noise_cfg=low_noise_cfg or None,
             boundary=boundary or None,
         )
-        tensors = comfy_adapter.prepare_sampling(
+        tensors = prepare_sampling(
             latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
         )
         prompt = partial(read_prompt, shape=resolved.shape, latent=tensors.noisy)
@@ -207,7 +208,7 @@ class Sampler(io.ComfyNode):
                 job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
                 for mesh, outcome in zip(work.meshes, outcomes, strict=True)
             ]
-            latent = comfy_adapter.finish_sampling(latent_image, job.tensor(work.result))
+            latent = finish_sampling(latent_image, job.tensor(work.result))
             return io.NodeOutput(latent, note + "\n\n".join(reports))
 
 

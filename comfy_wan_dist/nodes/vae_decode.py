@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from comfy_api.latest import io
 
-from ..comfyui import adapter as comfy_adapter
+from ..comfyui.folders import list_models, model_path, validate_model_name
+from ..comfyui.images import as_image
+from ..comfyui.latent import Latent, latent_for_vae
 from ..group.scheduler import Piece
 from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest
@@ -58,14 +60,14 @@ class VAEDecode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, vae_name: str) -> str | bool:
-        return comfy_adapter.validate_model_name("vae", vae_name)
+        return validate_model_name("vae", vae_name)
 
     @classmethod
     async def execute(
         cls,
         model: ModelHandle,
         vae_name: str,
-        samples: comfy_adapter.Latent,
+        samples: Latent,
         vae_dtype: str,
         image_dtype: str = "float32",
         memory: str = "auto",
@@ -76,10 +78,8 @@ class VAEDecode(io.ComfyNode):
                 f"image_dtype {image_dtype!r} is not offered; choose {', '.join(IMAGE_DTYPES)}"
             )
         planes = session.planes_of(model)
-        spec = resolve_vae(
-            comfy_adapter.model_path("vae", vae_name), vae_dtype, devices=planes[0].devices
-        )
-        latent = comfy_adapter.latent_for_vae(samples)
+        spec = resolve_vae(model_path("vae", vae_name), vae_dtype, devices=planes[0].devices)
+        latent = latent_for_vae(samples)
         batch, _, frames, height, width = latent.shape
         # Videos of a batch go to whichever plane is free.
         sizes = (1,) * batch if len(planes) > 1 else (batch,)
@@ -106,7 +106,7 @@ class VAEDecode(io.ComfyNode):
             report = "\n\n".join(
                 job_text(f"VAE: {outcome.answers[0].note}", outcome.answers) for outcome in outcomes
             )
-            return io.NodeOutput(comfy_adapter.as_image(job.tensor(result)), report)
+            return io.NodeOutput(as_image(job.tensor(result)), report)
 
 
 def parse_memory(text: str) -> int | None:
@@ -138,7 +138,7 @@ def memory_input() -> io.String.Input:
 def vae_name_input() -> io.Combo.Input:
     return io.Combo.Input(
         "vae_name",
-        options=comfy_adapter.list_models("vae"),
+        options=list_models("vae"),
         tooltip="Wan2.2 VAE: file or folder in models/vae, such as wan2.2_vae.safetensors, or folder of diffusers in "
         "models/diffusers.",
     )

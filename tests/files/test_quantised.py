@@ -572,7 +572,12 @@ def write_comfyui_results(folder: Path) -> None:
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
     write_stock_forms(tmp_path)
-    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
+    search = [
+        str(REPO),
+        str(REPO / "tests" / "kits"),
+        str(comfyui_path),
+        str(REPO / "devtools" / "stubs"),
+    ]
     if "PYTHONPATH" in os.environ:
         search.append(os.environ["PYTHONPATH"])
     child = subprocess.run(

@@ -119,7 +119,7 @@ def test_spec_refuses_more_than_a_plane_and_too_few_devices() -> None:
 
 
 def test_pack_root_is_found_whatever_its_name() -> None:
-    assert (PACK_ROOT / "workers" / "launcher.py").is_file()
+    assert (PACK_ROOT / "workers" / "process" / "launcher.py").is_file()
 
 
 def test_start_elsewhere_than_linux_is_one_sentence(

@@ -286,8 +286,8 @@ def test_a_python_without_torch_is_named_in_one_sentence(
 ) -> None:
     for name in [*sys.modules]:
         if name.partition(".")[0] == "torch" or name in (
-            "comfy_wan_dist.calibrate",
-            "comfy_wan_dist.group.join",
+            "comfy_wan_dist.planning.calibration",
+            "comfy_wan_dist.group.machines.join",
         ):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

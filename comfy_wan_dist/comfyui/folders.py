@@ -1,0 +1,113 @@
+"""ComfyUI's folders: which models, LoRAs and saved prompts there are, and where; where new files go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import folder_paths
+
+from ..ipc.errors import ConfigError, ModelFileError
+from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES
+from ..model_file.offered import folder_named, listed_names
+
+FILE_FOLDER_LABELS = ("input", "output")
+COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
+"""What diffusers calls the models in ComfyUI's folders."""
+
+
+def list_models(folder: str) -> list[str]:
+    """Names of the models in a folder of COMPONENTS and in that for diffusers; model_list.py says which."""
+    files: list[str] = folder_paths.get_filename_list(folder)
+    if folder == "diffusion_models":
+        files = [*files, *(name for name in gguf_files(folder) if name not in files)]
+    return listed_names(
+        files,
+        folder_paths.get_folder_paths(folder),
+        folder_paths.get_folder_paths("diffusers"),
+        component=COMPONENTS[folder],
+    )
+
+
+def list_loras() -> list[str]:
+    """Names of the files in the folders of LoRAs."""
+    names: list[str] = folder_paths.get_filename_list("loras")
+    return names
+
+
+def lora_path(name: str) -> str:
+    """Full path of a LoRA. Raises ConfigError when it is gone, ModelFileError for what is never opened."""
+    if not name.endswith(SUFFIXES):
+        raise ModelFileError(f"{name!r} is not a .safetensors file; {NO_PICKLES}")
+    path = folder_paths.get_full_path("loras", name)
+    if path is None:
+        raise ConfigError(
+            f"{name!r} is not in the loras folders of ComfyUI; refresh the list and choose again"
+        )
+    return str(path)
+
+
+def gguf_files(folder: str) -> list[str]:
+    """Names of the GGUF files in a model folder, which ComfyUI's own lists leave out."""
+    roots = folder_paths.get_folder_paths(folder)
+    files = {file for root in roots for file in folder_paths.recursive_search(root, [".git"])[0]}
+    return sorted(file for file in files if file.endswith(GGUF_SUFFIX))
+
+
+def model_path(folder: str, name: str) -> str:
+    """Full path of a model, a file or a folder. Raises ConfigError when it is gone."""
+    path = folder_named(
+        name, folder_paths.get_folder_paths(folder), folder_paths.get_folder_paths("diffusers")
+    ) or folder_paths.get_full_path(folder, name)
+    if path is None:
+        raise ConfigError(
+            f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again"
+        )
+    return str(path)
+
+
+def validate_model_name(folder: str, name: str) -> str | bool:
+    """For a node's `validate_inputs`, which thereby takes names that are good but not listed."""
+    try:
+        model_path(folder, name)
+    except ConfigError as error:
+        return str(error)
+    return True
+
+
+def list_conditioning() -> list[str]:
+    """Names of .safetensors files in the input and output folders, each ending in its folder's label."""
+    names = []
+    for label in FILE_FOLDER_LABELS:
+        base = Path(folder_paths.get_directory_by_type(label))
+        found = sorted(path.relative_to(base).as_posix() for path in base.rglob("*.safetensors"))
+        names += [f"{name} [{label}]" for name in found]
+    return names
+
+
+def conditioning_path(name: str) -> Path:
+    """Path of a name that `list_conditioning` gave; a bare name means the input folder. Raises ConfigError."""
+    label = next((label for label in FILE_FOLDER_LABELS if name.endswith(f" [{label}]")), None)
+    bare = name.removesuffix(f" [{label}]") if label else name
+    # Compared as text: a link that lies in the folder is the user's own choice.
+    base = os.path.abspath(folder_paths.get_directory_by_type(label or "input"))
+    path = Path(os.path.normpath(os.path.join(base, bare)))
+    if not path.is_relative_to(base) or not path.is_file():
+        raise ConfigError(
+            f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list"
+        )
+    return path
+
+
+def new_output_path(prefix: str, suffix: str) -> tuple[Path, str, str]:
+    """A new file under the output folder as ComfyUI numbers them: its path, name and subfolder."""
+    folder, stem, counter, subfolder, _ = folder_paths.get_save_image_path(
+        prefix, folder_paths.get_output_directory()
+    )
+    name = f"{stem}_{counter:05}_{suffix}"
+    return Path(folder) / name, name, subfolder
+
+
+def log_folder() -> Path:
+    """Where the groups' logs are kept."""
+    return Path(folder_paths.get_user_directory()) / "wan_dist_logs"

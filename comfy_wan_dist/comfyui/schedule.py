@@ -1,0 +1,87 @@
+"""Sigmas as a stock KSampler would use them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import comfy.model_sampling
+import comfy.samplers
+import torch
+from torch import Tensor
+
+from ..ipc.errors import ConfigError
+from ..solvers.schedules import Schedule, flow_timesteps, given_sigmas, wan_official
+
+OFFICIAL_SCHEDULER = "wan_official"
+SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
+
+
+def list_schedulers() -> list[str]:
+    return [*comfy.samplers.SCHEDULER_NAMES, OFFICIAL_SCHEDULER]
+
+
+def build_schedule(
+    *, sampler: str, scheduler: str, steps: int, shift: float, denoise: float
+) -> Schedule:
+    """Sigmas exactly as a stock KSampler behind ModelSamplingSD3(shift) would use them, or Wan's official ones.
+
+    Empty for denoise 0, where KSampler returns its input.
+    """
+    if not (math.isfinite(shift) and shift > 0 and 0 <= denoise <= 1):
+        raise ConfigError(
+            f"shift is {shift} and denoise {denoise}; shift must be above 0 and denoise from 0 to 1"
+        )
+    if sampler not in SAMPLERS:
+        raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(SAMPLERS)}")
+    if scheduler == OFFICIAL_SCHEDULER:
+        return wan_official(steps, shift, denoise=denoise)
+    if scheduler not in comfy.samplers.SCHEDULER_NAMES:
+        raise ConfigError(
+            f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}"
+        )
+    # The official solver is unknown to KSampler; it takes all sigmas, as euler does.
+    known = "euler" if sampler == "wan_unipc" else sampler
+    stock = comfy.samplers.KSampler(
+        _FlowModel(shift),
+        steps,
+        torch.device("cpu"),
+        sampler=known,
+        scheduler=scheduler,
+        denoise=denoise,
+    )
+    # float32 rounding of the shift may lead just above 1: ComfyUI does not mind, the solvers do.
+    sigmas = tuple(min(sigma, 1.0) if sigma < 1.001 else sigma for sigma in stock.sigmas.tolist())
+    if not all(map(math.isfinite, sigmas)):
+        raise ConfigError(
+            f"scheduler {scheduler!r} gives no finite sigmas for {steps} steps at shift {shift}; "
+            "use more steps or another scheduler"
+        )
+    return Schedule(
+        sigmas=sigmas, timesteps=flow_timesteps(sigmas), start=sigmas[0] if sigmas else 0.0
+    )
+
+
+def sigmas_schedule(sigmas: Any) -> Schedule:
+    """The schedule of a SIGMAS, whichever node made it. Raises ConfigError."""
+    if not isinstance(sigmas, Tensor) or sigmas.dim() != 1:
+        got = f"shape {list(sigmas.shape)}" if isinstance(sigmas, Tensor) else type(sigmas).__name__
+        raise ConfigError(
+            f"the SIGMAS are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
+        )
+    return given_sigmas(sigmas.tolist())
+
+
+class _FlowModel:
+    """As much of a MODEL as ComfyUI's KSampler asks for its sigmas."""
+
+    load_device = torch.device("cpu")
+
+    def __init__(self, shift: float) -> None:
+        self._sampling = comfy.model_sampling.ModelSamplingDiscreteFlow()
+        self._sampling.set_parameters(shift=shift, multiplier=1000)
+
+    def get_model_object(self, name: str) -> Any:
+        if name != "model_sampling":
+            raise KeyError(name)
+        return self._sampling
