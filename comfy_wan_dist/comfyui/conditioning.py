@@ -25,10 +25,10 @@ IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """text [1, S, text_dim]; image [1 or B, D, T, h, w], for models that take one. float32 on the CPU."""
+    """text [1, S, text_dim], and what the model takes beside it, by name; float32 on the CPU."""
 
     text: Tensor
-    image: Tensor | None
+    conditions: Mapping[str, Tensor]
 
 
 def read_prompt(
@@ -40,8 +40,10 @@ def read_prompt(
         conditioning, label=label, text_dim=shape.text_dim, takes_image=takes_image
     )
     options = conditioning[0][1]
-    image = _image_channels(options, shape, latent, label=label) if takes_image else None
-    return Prompt(text=text, image=image)
+    conditions = {}
+    if takes_image:
+        conditions["image"] = _image_channels(options, shape, latent, label=label)
+    return Prompt(text=text, conditions=conditions)
 
 
 def prompt_embedding(

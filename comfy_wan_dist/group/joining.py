@@ -11,30 +11,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ipc.messages import RESULT, Request, SampleRequest, TensorRef
+from ..ipc.messages import (
+    COND,
+    RESULT,
+    UNCOND,
+    Request,
+    SampleRequest,
+    TensorRef,
+    tensor_refs,
+    with_tensor_refs,
+)
 from ..ipc.shared import Parcel
 
 TensorOf = Callable[[TensorRef], Tensor]
 
-BATCH_DIMS = {
-    "noisy": 0,
-    "clean": 0,
-    "mask": 0,
-    "frame_mask": 0,
-    "cond": 0,
-    "uncond": 0,
-    "cond_image": 0,
-    "uncond_image": 0,
-    "step_noise": 1,
-    "result": 0,
-}
-"""A request's tensors and the dim in which their samples lie; a length of 1 there serves all samples."""
-PROMPTS = ("cond", "uncond", "cond_image", "uncond_image")
+STEP_NOISE_DIM = 1
+"""Where the samples of `step_noise` lie; those of all other fields lie in dim 0."""
+PROMPTS = (COND, UNCOND)
+
+
+def batch_dims(request: SampleRequest) -> dict[str, int]:
+    """The dim in which the samples of each of its tensors lie; a length of 1 there serves all samples."""
+    dims = dict.fromkeys(tensor_refs(request), 0)
+    if request.step_noise is not None:
+        dims["step_noise"] = STEP_NOISE_DIM
+    for number, condition in enumerate(request.conditions):
+        dims[f"conditions.{number}"] = condition.batch_dim
+    return dims
+
+
+def _is_of_prompt(name: str) -> bool:
+    return name in PROMPTS or name.startswith("conditions.")
 
 
 def batch_of(request: SampleRequest) -> int:
@@ -62,14 +73,14 @@ def join_requests(
     """
     sizes = [batch_of(request) for request in requests]
 
-    def join(name: str, dim: int) -> TensorRef | None:
-        if getattr(requests[0], name) is None:
-            return None
-        parts = [
-            tensor(getattr(request, name))
-            for request, tensor in zip(requests, tensors, strict=True)
-        ]
-        if name in PROMPTS and all(len(p) == 1 and torch.equal(p, parts[0]) for p in parts):
+    named = [tensor_refs(request) for request in requests]
+    dims = batch_dims(requests[0])
+
+    def join(name: str, dim: int) -> TensorRef:
+        parts = [tensor(refs[name]) for tensor, refs in zip(tensors, named, strict=True)]
+        if _is_of_prompt(name) and all(
+            part.shape[dim] == 1 and torch.equal(part, parts[0]) for part in parts
+        ):
             return parcel.pack(parts[:1])[0]
         shape = list(parts[0].shape)
         shape[dim] = sum(sizes)
@@ -79,8 +90,8 @@ def join_requests(
                 room.copy_(part)
         return ref
 
-    refs: dict[str, Any] = {name: join(name, dim) for name, dim in BATCH_DIMS.items()}
-    return replace(requests[0], id="+".join(request.id for request in requests), **refs)
+    joined = with_tensor_refs(requests[0], {name: join(name, dim) for name, dim in dims.items()})
+    return replace(joined, id="+".join(request.id for request in requests))
 
 
 def split_results(joined: Tensor, requests: Sequence[SampleRequest]) -> tuple[Tensor, ...]:
@@ -94,19 +105,23 @@ def _is_regular(request: SampleRequest) -> bool:
     batch = batch_of(request)
     if batch == 0 or request.result.shape != request.noisy.shape:
         return False
-    refs = ((getattr(request, name), dim) for name, dim in BATCH_DIMS.items())
+    dims = batch_dims(request)
     return all(
-        len(ref.shape) > dim and ref.shape[dim] in (1, batch)
-        for ref, dim in refs
-        if ref is not None
+        len(ref.shape) > dims[name] and ref.shape[dims[name]] in (1, batch)
+        for name, ref in tensor_refs(request).items()
     )
 
 
 def _without_samples(request: SampleRequest) -> SampleRequest:
     """What requests of one run must have in common: shapes without the batch, and all that is no tensor."""
-    refs: dict[str, Any] = {
-        name: replace(ref, buffer=0, offset=0, shape=(*ref.shape[:dim], *ref.shape[dim + 1 :]))
-        for name, dim in BATCH_DIMS.items()
-        if (ref := getattr(request, name)) is not None
+    dims = batch_dims(request)
+    refs = {
+        name: replace(
+            ref,
+            buffer=0,
+            offset=0,
+            shape=(*ref.shape[: dims[name]], *ref.shape[dims[name] + 1 :]),
+        )
+        for name, ref in tensor_refs(request).items()
     }
-    return replace(request, id="", **refs)
+    return replace(with_tensor_refs(request, refs), id="")

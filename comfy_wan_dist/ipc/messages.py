@@ -14,12 +14,13 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -83,6 +84,24 @@ class LowNoise:
     guidance: float
 
 
+COND, UNCOND = "cond", "uncond"
+"""The branches of guidance: the prompt's and the negative prompt's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Condition:
+    """What the prompt of a branch brings beside its text.
+
+    name: as WanShape.conditions has it, which also says what `tensor`, float32, must be. batch_dim: where its samples
+    lie; a length of 1 there serves all.
+    """
+
+    name: str
+    branch: str
+    tensor: TensorRef
+    batch_dim: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRequest:
     """Denoise one batch of latents.
@@ -92,8 +111,8 @@ class SampleRequest:
     noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
     mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
     cond, uncond: [1 or B, S, text_dim] float32; without uncond there is no guidance.
-    cond_image, uncond_image: [1 or B, D, T, h, w] float32, further input channels behind x's, for models that have
-    them: a mask of 4, then a normalised latent.
+    conditions: for models that take some, such as the image of I2V, [1 or B, D, T, h, w]: a mask of 4 channels, then a
+    normalised latent.
     step_noise [K, B, C, T, h, w] float32: fresh noise of solvers that re-noise, for each of the K sigmas after the
     first that are above 0.
     result: [B, C, T, h, w] float32, written by rank 0.
@@ -115,8 +134,7 @@ class SampleRequest:
     uncond: TensorRef | None
     step_noise: TensorRef | None
     result: TensorRef
-    cond_image: TensorRef | None = None
-    uncond_image: TensorRef | None = None
+    conditions: tuple[Condition, ...] = ()
     low_noise: LowNoise | None = None
 
 
@@ -315,9 +333,21 @@ RESULT = "result"
 
 
 def tensor_refs(request: Request) -> dict[str, TensorRef]:
-    """The tensors that a request names, by field."""
+    """The tensors that a request names, by field; conditions by their number."""
     values = {each.name: getattr(request, each.name) for each in dataclasses.fields(request)}
+    for number, condition in enumerate(getattr(request, "conditions", ())):
+        values[f"conditions.{number}"] = condition.tensor
     return {name: value for name, value in values.items() if isinstance(value, TensorRef)}
+
+
+def with_tensor_refs(request: SampleRequest, refs: Mapping[str, TensorRef]) -> SampleRequest:
+    """The request with other tensors, by the names that `tensor_refs` gives them."""
+    conditions = tuple(
+        dataclasses.replace(condition, tensor=refs.get(f"conditions.{number}", condition.tensor))
+        for number, condition in enumerate(request.conditions)
+    )
+    fields: dict[str, Any] = {name: ref for name, ref in refs.items() if "." not in name}
+    return dataclasses.replace(request, conditions=conditions, **fields)
 
 
 def encode(message: Message) -> bytes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..comfyui.conditioning import Prompt
 from ..comfyui.latent import SamplingTensors
 from ..group.scheduler import Piece
-from ..ipc.messages import SampleRequest, TensorRef
+from ..ipc.messages import COND, UNCOND, Condition, SampleRequest, TensorRef
 from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from ..mesh.degrees import MeshDegrees
@@ -69,12 +69,8 @@ def build_pieces(
     frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
     step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
     cond = job.send(sampling.cond.text)
-    cond_images = _send_images(job, sampling.cond.image, sizes)
-    uncond: TensorRef | None = None
-    uncond_images: tuple[TensorRef | None, ...] = (None,) * len(sizes)
-    if sampling.uncond is not None:
-        uncond = job.send(sampling.uncond.text)
-        uncond_images = _send_images(job, sampling.uncond.image, sizes)
+    uncond = None if sampling.uncond is None else job.send(sampling.uncond.text)
+    conditions = _send_conditions(job, sampling, sizes)
     jobs = [planned_job(sampling, model, grid, batch=size) for size in sizes]
     meshes = tuple(
         choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
@@ -99,8 +95,7 @@ def build_pieces(
             uncond=uncond,
             step_noise=step_noise[index],
             result=results[index],
-            cond_image=cond_images[index],
-            uncond_image=uncond_images[index],
+            conditions=conditions[index],
         )
         return Piece(
             request=request,
@@ -114,13 +109,28 @@ def build_pieces(
     return SamplingPieces(pieces=pieces, meshes=meshes, result=result)
 
 
-def _send_images(
-    job: Session, images: Tensor | None, sizes: Sequence[int]
-) -> tuple[TensorRef | None, ...]:
-    """One image for each sample, or one for all pieces."""
-    if images is not None and images.shape[0] == 1:
-        return (job.send(images),) * len(sizes)
-    return job.send_split_optional(images, sizes)
+def _send_conditions(
+    job: Session, sampling: Sampling, sizes: Sequence[int]
+) -> list[tuple[Condition, ...]]:
+    """The conditions of each piece: those of its samples, or one for all."""
+    prompts = {COND: sampling.cond, UNCOND: sampling.uncond}
+    sent = [
+        [
+            Condition(name=name, branch=branch, tensor=part)
+            for part in _send_shares(job, tensor, sizes)
+        ]
+        for branch, prompt in prompts.items()
+        if prompt is not None
+        for name, tensor in prompt.conditions.items()
+    ]
+    return [tuple(parts[index] for parts in sent) for index in range(len(sizes))]
+
+
+def _send_shares(job: Session, tensor: Tensor, sizes: Sequence[int]) -> tuple[TensorRef, ...]:
+    """A tensor's share of each piece; one sample serves all of them."""
+    if tensor.shape[0] == 1:
+        return (job.send(tensor),) * len(sizes)
+    return job.send_split(tensor, sizes)
 
 
 def planned_job(

@@ -48,6 +48,16 @@ class WanShape:
         return self.in_dim - self.out_dim
 
     @property
+    def conditions(self) -> tuple[ConditionKind, ...]:
+        """What a prompt brings for this model beside its text."""
+        image = ConditionKind(
+            name="image",
+            channels=self.image_dim,
+            remedy="make it with WanImageToVideo for an I2V model, and leave it out for others",
+        )
+        return (image,)
+
+    @property
     def has_frame_times(self) -> bool:
         """Whether each latent frame has a timestep of its own, 0 where it is given: TI2V."""
         return self.out_dim == TI2V_CHANNELS
@@ -56,6 +66,20 @@ class WanShape:
     def vae_stride(self) -> int:
         """Pixels in height and width of one latent value: of the Wan2.2 VAE for TI2V, of the Wan2.1 VAE otherwise."""
         return 16 if self.out_dim == TI2V_CHANNELS else 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConditionKind:
+    """A condition that a prompt may bring beside its text.
+
+    channels: 0 for a model that takes none. on_tokens: it is [1 or B, channels, T, h, w], cut like the latent; else
+    [1 or B, S, channels], whole on every rank. remedy: what to do about one that does not fit.
+    """
+
+    name: str
+    channels: int
+    on_tokens: bool = True
+    remedy: str = "leave it out"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ float32 residual after the first gate). Source: Wan2.2 `wan/modules/model.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comfy_wan_dist.mesh.shape import HEAD_DIM, PATCH_SIZE, WanShape
+from comfy_wan_dist.mesh.shape import HEAD_DIM, PATCH_POSITIONS, PATCH_SIZE, WanShape
 
 from .rope import apply_rope
 
 EPS = 1e-6
+NO_CONDITIONS: Mapping[str, Tensor] = {}
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BLNK, k_BSNK, v_BSNK) -> BLNK: softmax attention of every query over all keys."""
@@ -252,8 +253,10 @@ class WanModel(nn.Module):
         # Of a bias: a weight may be kept in another form.
         return cast(nn.Linear, self.text_embedding[0]).bias.dtype
 
-    def encode_text(self, context: Tensor) -> tuple[TextKeysValues, ...]:
-        """Keys and values of every block for a prompt's embedding [B, S, text_dim]."""
+    def encode_text(
+        self, context: Tensor, conditions: Mapping[str, Tensor] = NO_CONDITIONS
+    ) -> tuple[TextKeysValues, ...]:
+        """Keys and values of every block for a prompt's embedding [B, S, text_dim]; no condition changes them yet."""
         text = self.text_embedding(context.to(self.dtype))
         return tuple(cast(Block, block).encode_text(text) for block in self.blocks.values())
 
@@ -265,14 +268,16 @@ class WanModel(nn.Module):
         runs: tuple[TokenRun, ...],
         rope: Tensor,
         text: tuple[TextKeysValues, ...],
+        conditions: Mapping[str, Tensor] = NO_CONDITIONS,
     ) -> Tensor:
         """Predict velocity [B, L, out_dim*4] float32.
 
-        Shapes: tokens_BLP [B, L, in_dim*4]; timesteps_BR in [0, 1000], float32; runs cover 0..L-1 in order;
-        rope from `rope_table` for the same tokens; text from `encode_text`.
+        Shapes: tokens_BLP [B, L, out_dim*4]; timesteps_BR in [0, 1000], float32; runs cover 0..L-1 in order;
+        rope from `rope_table` for the same tokens; text from `encode_text`; conditions as `shape.conditions` names
+        them, those on tokens [1 or B, L, channels*4].
         """
         time = self.embed_time(timesteps_BR)
-        x = self.run_blocks(self.embed_patches(tokens_BLP), time, runs, rope, text)
+        x = self.run_blocks(self.embed_patches(tokens_BLP, conditions), time, runs, rope, text)
         return self.head(x, time.head, runs)
 
     def embed_time(self, timesteps_BR: Tensor) -> TimeEmbedding:
@@ -292,9 +297,18 @@ class WanModel(nn.Module):
             x_BLD = block(x_BLD, time.blocks, runs, rope, block_text)
         return x_BLD
 
-    def embed_patches(self, tokens_BLP: Tensor) -> Tensor:
+    def embed_patches(self, tokens_BLP: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        image = conditions.get("image")
+        if image is not None:
+            tokens_BLP = beside(tokens_BLP, image)
         weight = self.patch_embedding.weight.permute(0, 2, 3, 4, 1).flatten(1)
         return F.linear(tokens_BLP.to(weight.dtype), weight, self.patch_embedding.bias)
+
+
+def beside(tokens_BLP: Tensor, image: Tensor) -> Tensor:
+    """Channels of an image [1 or B, L, D*4] behind those of x, at each position of a token's patch."""
+    parts = (tokens_BLP, image.expand(tokens_BLP.shape[0], -1, -1))
+    return torch.cat([part.unflatten(-1, (PATCH_POSITIONS, -1)) for part in parts], -1).flatten(-2)
 
 
 def sinusoid(timesteps: Tensor, freq_dim: int) -> Tensor:

@@ -8,8 +8,8 @@ Source: GPipe (arXiv 1811.06965), forward only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from .collectives import AxisGroup
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward of one sample or of several: tokens [B, L, in_dim*4], timesteps [B, R], the blocks' text."""
+    """One forward of one sample or of several: tokens [B, L, P], timesteps [B, R], the blocks' text, conditions."""
 
     tokens: Tensor
     timesteps: Tensor
     text: tuple[TextKeysValues, ...]
+    conditions: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def select_stage(model: WanModel, pp: AxisGroup) -> None:
@@ -55,7 +56,14 @@ def forward_in_stages(
     """
     if pp.size == 1:
         return [
-            model(batch.tokens, timesteps_BR=batch.timesteps, runs=runs, rope=rope, text=batch.text)
+            model(
+                batch.tokens,
+                timesteps_BR=batch.timesteps,
+                runs=runs,
+                rope=rope,
+                text=batch.text,
+                conditions=batch.conditions,
+            )
             for batch in batches
         ]
     is_first, is_last = pp.rank == 0, pp.rank == pp.size - 1
@@ -64,7 +72,7 @@ def forward_in_stages(
     for batch in batches:
         time = model.embed_time(batch.timesteps)
         if is_first:
-            x = model.embed_patches(batch.tokens)
+            x = model.embed_patches(batch.tokens, batch.conditions)
         else:
             size = (*batch.tokens.shape[:2], model.shape.dim)
             x = torch.empty(size, dtype=model.dtype, device=batch.tokens.device)

@@ -1,66 +1,49 @@
-"""Prepare this rank's part of a sampling job: everything that is local, before the ranks run together."""
+"""A sampling request on one rank: prepared locally, then run together. Forwards, a solver, kept frames, a schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
-from comfy_wan_dist.mesh.validate import validate_grid, validate_model
+from comfy_wan_dist.ipc.messages import COND, UNCOND, SampleRequest, TensorRef
+from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.solvers.solvers import Solver, build_solver, effective_sigmas
-from workers.model.rope import rope_table
-from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
-from workers.model.wan import TokenRun, WanModel
+from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups
 
-from .denoise import (
-    Branch,
-    Conditioning,
-    Expert,
-    Guidance,
-    KeptTokens,
-    denoise,
-    frame_rows,
-    validate_image,
-    validate_text,
+from .denoise import KeptTokens, StepObserver, denoise
+from .forward import (
+    Forward,
+    ForwardInputs,
+    PromptTensors,
+    RankInputs,
+    build_forward,
+    prepare_forward,
+    validate_latent,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """A prompt's embedding [1 or B, S, text_dim], and its image conditioning as a token shard, if the model has one."""
-
-    context: Tensor
-    image: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class SampleRun:
-    """A sampling job cut for this rank. x, kept and the solver's noise are token shards in float32."""
+    """A sampling request cut for this rank. x, kept and the solver's noise are token shards in float32.
 
-    grid: LatentGrid
-    samples: ShardRange
-    shards: TokenShards
+    final_scale: what the result is multiplied by, as ComfyUI does.
+    """
+
+    inputs: RankInputs
     x: Tensor
     kept: KeptTokens | None
     solver: Solver
-    row_factors: Tensor
-    runs: tuple[TokenRun, ...]
-    rope: Tensor
-    prompts: tuple[Prompt, ...]
-    guidance: Guidance | None
     final_scale: float
 
 
 def prepare_sample(
     request: SampleRequest,
-    model: WanModel,
+    shape: WanShape,
     *,
     tensor: Callable[[TensorRef], Tensor],
     groups: MeshGroups,
@@ -68,80 +51,52 @@ def prepare_sample(
 ) -> SampleRun:
     """Validate the request and cut its tensors for this rank. No collectives. Raises ConfigError, MeshError."""
     noisy = tensor(request.noisy)
-    validate_latent(noisy, model.shape)
-    if request.frame_mask is not None and not model.shape.has_frame_times:
-        raise ConfigError(
-            "frames are given, but this model has one timestep for all of them; leave out the mask"
-        )
+    validate_latent(noisy, shape)
     validate_steps(request, noisy)
-    batch, grid = noisy.shape[0], grid_of(noisy)
-    validate_model(groups.degrees, model.shape)
-    validate_grid(groups.degrees, grid, batch=batch)
-    samples = shard_range(batch, parts=groups.dp.size, rank=groups.dp.rank)
-    shards = token_shards(
-        grid.tokens,
-        cp=(groups.cp.size, groups.cp.rank),
-        sp=(groups.tp.size, groups.tp.rank) if groups.degrees.sp else (1, 0),
-    )
-
-    def own_samples(x: Tensor) -> Tensor:
-        return x if x.shape[0] == 1 < batch else x[samples.start : samples.stop]
-
-    def own_tokens(latent: Tensor) -> Tensor:
-        tokens = patchify(own_samples(latent))
-        return tokens[:, shards.start : shards.stop].to(device, copy=True)
-
-    def shard_tokens(latent: Tensor) -> Tensor:
-        return own_tokens(latent.expand_as(noisy))
+    inputs = prepare_forward(forward_inputs(request, tensor), shape, groups, device)
 
     def step_noise(index: int) -> Tensor:
         assert request.step_noise is not None
-        return shard_tokens(tensor(request.step_noise)[index])
+        return inputs.shard(tensor(request.step_noise)[index])
 
-    def prompt(label: str, text: TensorRef, image: TensorRef | None) -> Prompt:
-        context = tensor(text)
-        validate_text(context, text_dim=model.shape.text_dim, batch=batch, label=label)
-        latent = None if image is None else tensor(image)
-        validate_image(latent, model.shape, noisy, label=label)
-        return Prompt(
-            context=own_samples(context).to(device, copy=True),
-            image=None if latent is None else own_tokens(latent),
-        )
-
-    prompts = [prompt("positive", request.cond, request.cond_image)]
-    guidance = None
-    if request.uncond is not None:
-        prompts.append(prompt("negative", request.uncond, request.uncond_image))
-        guidance = Guidance(scale=request.guidance, planes=groups.cfg)
-        if groups.cfg.size == 2:
-            prompts = [prompts[groups.cfg.rank]]
-
-    frame_mask = None
-    if request.frame_mask is not None:
-        frame_mask = own_samples(tensor(request.frame_mask))
-    row_factors, rows = frame_rows(frame_mask, batch=samples.size, frames=grid.frames)
     kept = None
     if request.mask is not None and request.clean is not None:
         kept = KeptTokens(
-            clean=shard_tokens(tensor(request.clean)), mask=shard_tokens(tensor(request.mask))
+            clean=inputs.shard(tensor(request.clean)), mask=inputs.shard(tensor(request.mask))
         )
     return SampleRun(
-        grid=grid,
-        samples=samples,
-        shards=shards,
-        x=shard_tokens(noisy),
+        inputs=inputs,
+        x=inputs.shard(noisy),
         kept=kept,
         solver=build_solver(
             request.solver,
             sigmas=request.sigmas,
             step_noise=step_noise if request.step_noise is not None else None,
         ),
-        row_factors=row_factors.to(device),
-        runs=token_runs(rows, grid, shards.start, shards.stop),
-        rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
-        prompts=tuple(prompts),
-        guidance=guidance,
         final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
+    )
+
+
+def forward_inputs(
+    request: SampleRequest, tensor: Callable[[TensorRef], Tensor]
+) -> ForwardInputs:
+    """The request's tensors that its forwards are given."""
+
+    def prompt(text: TensorRef, branch: str) -> PromptTensors:
+        return PromptTensors(
+            text=tensor(text),
+            conditions={
+                each.name: tensor(each.tensor)
+                for each in request.conditions
+                if each.branch == branch
+            },
+        )
+
+    return ForwardInputs(
+        latent=tensor(request.noisy),
+        cond=prompt(request.cond, COND),
+        uncond=None if request.uncond is None else prompt(request.uncond, UNCOND),
+        frame_mask=None if request.frame_mask is None else tensor(request.frame_mask),
     )
 
 
@@ -150,8 +105,7 @@ def run_sample(
     request: SampleRequest,
     model: WanModel,
     *,
-    groups: MeshGroups,
-    before_step: Callable[[int], None],
+    observers: Sequence[StepObserver],
     switch: Callable[[], WanModel],
 ) -> Tensor:
     """Denoise together with the other ranks; returns the whole latent [B, C, T, h, w] float32 on every rank.
@@ -159,65 +113,29 @@ def run_sample(
     switch() makes the request's low-noise expert ready, when it is its turn; `model` is not needed any more then.
     """
 
-    def expert(model: WanModel, guidance: float) -> Expert:
-        conditioning = Conditioning(
-            rope=run.rope,
-            runs=run.runs,
-            row_factors=run.row_factors,
-            branches=encode_prompts(model, run.prompts),
-        )
-        scaled = None if run.guidance is None else replace(run.guidance, scale=guidance)
-        return Expert(model=model, conditioning=conditioning, guidance=scaled)
+    def forward(model: WanModel, guidance: float) -> Forward:
+        scale = None if request.uncond is None else guidance
+        return build_forward(model, run.inputs, guidance=scale)
 
-    current = expert(model, request.guidance)
+    current = forward(model, request.guidance)
 
-    def expert_at(index: int) -> Expert:
+    def forward_at(index: int) -> Forward:
         nonlocal current
         low = request.low_noise
         if low is not None and index == low.from_step:
-            current = expert(switch(), low.guidance)
+            current = forward(switch(), low.guidance)
         return current
 
     x = denoise(
         run.x,
-        expert_at=expert_at,
+        forward_at=forward_at,
         sigmas=request.sigmas,
         timesteps=request.timesteps,
         solver=run.solver,
-        stages=groups.pp,
         kept=run.kept,
-        before_step=before_step,
+        observers=observers,
     )
-    tokens = groups.dp.gather_rows(gather_tokens(x, run.shards, groups), run.samples.sizes)
-    return unpatchify(tokens, run.grid) * run.final_scale
-
-
-def encode_prompts(model: WanModel, prompts: tuple[Prompt, ...]) -> tuple[Branch, ...]:
-    """What `model` makes of each prompt once per job. Collectives: those of the model's tp."""
-    return tuple(Branch(text=model.encode_text(p.context), image=p.image) for p in prompts)
-
-
-def gather_tokens(x_BLP: Tensor, shards: TokenShards, groups: MeshGroups) -> Tensor:
-    """All tokens on every rank. Collectives: with sp one gather on tp, then one on cp."""
-    rows = x_BLP.transpose(0, 1)
-    if groups.degrees.sp:
-        rows = groups.tp.gather_rows(rows, shards.sp.sizes)
-    return groups.cp.gather_rows(rows, shards.cp.sizes).transpose(0, 1)
-
-
-def validate_latent(latent: Tensor, shape: WanShape) -> None:
-    """Refuse a latent that a model of this shape cannot denoise."""
-    stride = shape.vae_stride
-    if latent.dim() != 5 or latent.shape[1] != shape.out_dim:
-        raise ConfigError(
-            f"the latent has shape {list(latent.shape)}; this model needs [batch, {shape.out_dim}, frames, "
-            f"height/{stride}, width/{stride}]: use a latent node made for it"
-        )
-    if latent.shape[3] % 2 or latent.shape[4] % 2 or 0 in latent.shape:
-        raise ConfigError(
-            f"the latent is {latent.shape[4]} wide and {latent.shape[3]} high; both must be even and above 0: "
-            f"choose a video width and height that are multiples of {2 * stride}"
-        )
+    return run.inputs.gather(x) * run.final_scale
 
 
 def validate_steps(request: SampleRequest, noisy: Tensor) -> None:

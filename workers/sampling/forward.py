@@ -1,0 +1,261 @@
+"""One prediction of the model on this rank: what it needs is prepared once, then x and a timestep give a velocity.
+
+    inputs = prepare_forward(given, shape, groups, device)      local, before a vote
+    forward = build_forward(model, inputs, groups, guidance)    together from here on
+    velocity = forward.predict(inputs.shard(latent), timestep)
+    latent = inputs.gather(velocity)
+
+Nothing here knows of schedules, solvers or requests. x and velocity are token shards [B, L, P] in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
+from comfy_wan_dist.mesh.validate import validate_grid, validate_model
+from workers.model.rope import rope_table
+from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
+from workers.model.wan import TextKeysValues, TokenRun, WanModel
+from workers.parallel.groups import MeshGroups
+from workers.parallel.stages import MicroBatch, forward_in_stages
+
+from .conditions import validate_conditions, validate_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTensors:
+    """A prompt, whole or this rank's part of it.
+
+    text [1 or B, S, text_dim]. conditions, by name: as the model's shape has them; of those that lie on tokens this
+    rank's part is [1 or B, L, D*4] float32.
+    """
+
+    text: Tensor
+    conditions: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardInputs:
+    """What every rank is given for the forwards of a latent [B, C, T, h, w], whole and on the CPU.
+
+    latent: any of the right shape. Without uncond there is no guidance. frame_mask [B, T] scales each latent frame's
+    timestep.
+    """
+
+    latent: Tensor
+    cond: PromptTensors
+    uncond: PromptTensors | None
+    frame_mask: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInputs:
+    """ForwardInputs cut for this rank.
+
+    branches: the prompts that this rank computes, the negative one last. row_factors [B, R] scale the timestep of
+    each timestep row. size: of the whole latent.
+    """
+
+    size: torch.Size
+    grid: LatentGrid
+    samples: ShardRange
+    shards: TokenShards
+    row_factors: Tensor
+    runs: tuple[TokenRun, ...]
+    rope: Tensor
+    branches: tuple[PromptTensors, ...]
+    groups: MeshGroups
+    device: torch.device
+
+    def shard(self, latent: Tensor) -> Tensor:
+        """This rank's samples and tokens of a latent [B, 1 or C, T, h, w], a copy on its device; always C channels."""
+        whole = latent.expand(self.size)
+        return own_tokens(whole, self.samples, self.shards).to(self.device, copy=True)
+
+    def gather(self, x_BLP: Tensor) -> Tensor:
+        """The latent [B, C, T, h, w] on every rank. Collectives: with sp one gather on tp, then on cp and dp one each."""
+        groups, rows = self.groups, x_BLP.transpose(0, 1)
+        if groups.degrees.sp:
+            rows = groups.tp.gather_rows(rows, self.shards.sp.sizes)
+        tokens = groups.cp.gather_rows(rows, self.shards.cp.sizes).transpose(0, 1)
+        return unpatchify(groups.dp.gather_rows(tokens, self.samples.sizes), self.grid)
+
+
+def prepare_forward(
+    given: ForwardInputs, shape: WanShape, groups: MeshGroups, device: torch.device
+) -> RankInputs:
+    """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError."""
+    validate_latent(given.latent, shape)
+    if given.frame_mask is not None and not shape.has_frame_times:
+        raise ConfigError(
+            "frames are given, but this model has one timestep for all of them; leave out the mask"
+        )
+    batch, grid = given.latent.shape[0], grid_of(given.latent)
+    validate_model(groups.degrees, shape)
+    validate_grid(groups.degrees, grid, batch=batch)
+    samples = shard_range(batch, parts=groups.dp.size, rank=groups.dp.rank)
+    shards = token_shards(
+        grid.tokens,
+        cp=(groups.cp.size, groups.cp.rank),
+        sp=(groups.tp.size, groups.tp.rank) if groups.degrees.sp else (1, 0),
+    )
+
+    def own_prompt(prompt: PromptTensors, label: str) -> PromptTensors:
+        validate_text(prompt.text, text_dim=shape.text_dim, batch=batch, label=label)
+        validate_conditions(prompt.conditions, shape, given.latent, label=label)
+        own = {
+            kind.name: own_tokens(prompt.conditions[kind.name], samples, shards)
+            if kind.on_tokens
+            else own_samples(prompt.conditions[kind.name], samples)
+            for kind in shape.conditions
+            if kind.channels
+        }
+        return PromptTensors(
+            text=own_samples(prompt.text, samples).to(device, copy=True),
+            conditions={name: part.to(device, copy=True) for name, part in own.items()},
+        )
+
+    branches = [own_prompt(given.cond, "positive")]
+    if given.uncond is not None:
+        branches.append(own_prompt(given.uncond, "negative"))
+    if len(branches) == groups.cfg.size == 2:
+        branches = [branches[groups.cfg.rank]]
+    frame_mask = None if given.frame_mask is None else own_samples(given.frame_mask, samples)
+    row_factors, rows = frame_rows(frame_mask, batch=samples.size, frames=grid.frames)
+    return RankInputs(
+        size=given.latent.shape,
+        grid=grid,
+        samples=samples,
+        shards=shards,
+        row_factors=row_factors.to(device),
+        runs=token_runs(rows, grid, shards.start, shards.stop),
+        rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
+        branches=tuple(branches),
+        groups=groups,
+        device=device,
+    )
+
+
+class Forward:
+    """A model made ready for the forwards of one set of inputs. Made by `build_forward`."""
+
+    def __init__(
+        self,
+        model: WanModel,
+        inputs: RankInputs,
+        text: tuple[tuple[TextKeysValues, ...], ...],
+        guidance: float | None,
+    ) -> None:
+        self.model = model
+        self._inputs = inputs
+        self._text = text
+        self._guidance = guidance
+
+    def predict(self, x: Tensor, timestep: float) -> Tensor:
+        """Velocity of the token shard x, [B, L, P] float32; equal on the ranks of cfg and on all stages.
+
+        Collectives: the model's own, those of `forward_in_stages`, and with two branches on a cfg axis of 2 one
+        all-gather of [B, L, P] float32.
+        """
+        groups, branches = self._inputs.groups, list(zip(self._inputs.branches, self._text, strict=True))
+        scale = self._guidance
+        if scale == 1 and groups.cfg.size == 1:
+            branches, scale = branches[:1], None  # the negative prompt would cancel out
+        samples = 1 if groups.pp.size == 1 else x.shape[0]
+        timesteps = (self._inputs.row_factors * timestep).chunk(samples)
+        batches = [
+            batch
+            for prompt, text in branches
+            for batch in micro_batches(x, timesteps, text, prompt.conditions, samples)
+        ]
+        outputs = forward_in_stages(
+            self.model, batches, runs=self._inputs.runs, rope=self._inputs.rope, pp=groups.pp
+        )
+        predictions = [
+            torch.cat(outputs[first : first + samples]) if samples > 1 else outputs[first]
+            for first in range(0, len(outputs), samples)
+        ]
+        if scale is None:
+            return predictions[0]
+        cond, uncond = predictions if len(predictions) == 2 else groups.cfg.all_gather(predictions[0])
+        return torch.add(uncond, cond - uncond, alpha=scale)
+
+
+def build_forward(model: WanModel, inputs: RankInputs, *, guidance: float | None) -> Forward:
+    """Encode the prompts with `model`, once for all forwards. Collectives: those of the model's tp.
+
+    guidance: the scale of classifier-free guidance, uncond + scale * (cond - uncond); None without a negative prompt.
+    The cfg axis, at size 2, has the prompt on its rank 0 and the negative prompt on rank 1.
+    """
+    text = tuple(model.encode_text(prompt.text, prompt.conditions) for prompt in inputs.branches)
+    return Forward(model, inputs, text, guidance)
+
+
+def micro_batches(
+    x: Tensor,
+    timesteps: Sequence[Tensor],
+    text: tuple[TextKeysValues, ...],
+    conditions: Mapping[str, Tensor],
+    count: int,
+) -> Iterator[MicroBatch]:
+    """One branch in `count` parts of as many samples; what has one sample for all serves each part."""
+
+    def part(tensor: Tensor, index: int) -> Tensor:
+        parts = tensor.chunk(count)
+        return parts[index % len(parts)]
+
+    for index in range(count):
+        yield MicroBatch(
+            tokens=part(x, index),
+            timesteps=timesteps[index],
+            text=tuple(
+                TextKeysValues(keys=part(each.keys, index), values=part(each.values, index))
+                for each in text
+            ),
+            conditions={name: part(each, index) for name, each in conditions.items()},
+        )
+
+
+def own_tokens(latent: Tensor, samples: ShardRange, shards: TokenShards) -> Tensor:
+    """This rank's part [B or 1, L, P] of a latent, or of whatever else lies on its positions."""
+    return patchify(own_samples(latent, samples))[:, shards.start : shards.stop]
+
+
+def own_samples(x: Tensor, samples: ShardRange) -> Tensor:
+    """This rank's samples of x [B or 1, ...]; one for all stays one."""
+    return x if x.shape[0] == 1 < sum(samples.sizes) else x[samples.start : samples.stop]
+
+
+def frame_rows(
+    frame_mask: Tensor | None, *, batch: int, frames: int
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Distinct timestep factors [B, R] float32 and the row of each frame.
+
+    frame_mask [B, T]: 1 where a frame is generated, 0 where it is given, between where it is partly given.
+    """
+    if frame_mask is None:
+        return torch.ones(batch, 1), (0,) * frames
+    factors, rows = torch.unique(frame_mask, dim=1, return_inverse=True)
+    return factors, tuple(rows.tolist())
+
+
+def validate_latent(latent: Tensor, shape: WanShape) -> None:
+    """Refuse a latent that a model of this shape cannot denoise."""
+    stride = shape.vae_stride
+    if latent.dim() != 5 or latent.shape[1] != shape.out_dim:
+        raise ConfigError(
+            f"the latent has shape {list(latent.shape)}; this model needs [batch, {shape.out_dim}, frames, "
+            f"height/{stride}, width/{stride}]: use a latent node made for it"
+        )
+    if latent.shape[3] % 2 or latent.shape[4] % 2 or 0 in latent.shape:
+        raise ConfigError(
+            f"the latent is {latent.shape[4]} wide and {latent.shape[3]} high; both must be even and above 0: "
+            f"choose a video width and height that are multiples of {2 * stride}"
+        )
