@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.vae_shape import VAEConfig, pixel_frames
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from devtools.checkpoints import vae_weights
 from devtools.mesh_runs import relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
-from devtools.vae_runs import CPU, build_seeded_vae, make_inputs
+from devtools.vae_runs import CPU, build_seeded_vae, make_inputs, picture_shape
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae.share import apply_vae_split
-from workers.vae.run import VAEShare, decode_chunks_into
-from workers.vae.wan22 import VAEConfig
+from workers.vae.run import VAEShare, decode_chunks_into, pixels_of
 
 from .models import use_comfyui
 from .pace import COLLECTIVE_TIMEOUT, START_TIMEOUT_S, slowest_rank, stopwatch
@@ -127,9 +127,7 @@ def two_ranks(rank: int, config: VAEConfig, size: LatentSize, budget_s: float) -
     single = our_decode(config, size, rank=0, space=1).run
     both = our_decode(config, size, rank=rank, space=2)
     expected, frames = single(), both.run()
-    rows, columns = (
-        slice(16 * part.start, 16 * part.stop) for part in (both.share.rows, both.share.columns)
-    )
+    rows, columns = pixels_of(both.share.rows), pixels_of(both.share.columns)
     _require_equal("two ranks", frames[:, rows, columns], expected[:, rows, columns])
     pace = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
     things = {
@@ -169,7 +167,7 @@ def memory_row(config: VAEConfig, short: LatentSize, long: LatentSize) -> Row:
     ratio = peaks[1] / peaks[0]
     return Row(
         section=SECTION,
-        case=f"memory, {4 * long.frames - 3} / {4 * short.frames - 3} frames",
+        case=f"memory, {pixel_frames(long.frames)} / {pixel_frames(short.frames)} frames",
         ours_s=None,
         other_s=None,
         ratio=ratio,
@@ -235,7 +233,8 @@ def build_comfyui_vae(config: VAEConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def label(size: LatentSize) -> str:
-    return f"{4 * size.frames - 3} frames {16 * size.height}x{16 * size.width} fp32"
+    frames, height, width, _ = picture_shape(size)
+    return f"{frames} frames {height}x{width} fp32"
 
 
 def _require_equal(name: str, actual: Tensor, expected: Tensor) -> None:

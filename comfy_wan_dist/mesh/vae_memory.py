@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError, InsufficientMemoryError
 from .devices import GIB
+from .vae_shape import VAE_STRIDE
 from .vae_split import RUN, LatentSize, VAESplit, fastest_split, possible_splits
 
 
@@ -111,8 +112,9 @@ def refuse_memory(
         remedies.append("vae_dtype bfloat16")
     kind = ConfigError if is_budget else InsufficientMemoryError
     return kind(
-        f"a video of {16 * size.width}x{16 * size.height} takes the VAE at least {_hundredths(least, up=True)} GiB on "
-        f"each rank of {ranks} beside the models, even in the smallest tiles, but {has}; use "
+        f"a video of {VAE_STRIDE * size.width}x{VAE_STRIDE * size.height} takes the VAE at least "
+        f"{_hundredths(least, up=True)} GiB on each rank of {ranks} beside the models, even in the smallest tiles, but "
+        f"{has}; use "
         f"{', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 

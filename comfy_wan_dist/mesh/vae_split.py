@@ -158,13 +158,8 @@ def first_chunk(time: int) -> int:
     return RUN * time + 1
 
 
-def choose_vae_split(size: LatentSize, *, ranks: int) -> VAESplit:
-    """The split that is done first on a plane of `ranks`, in space alone unless parts in time save a good deal."""
-    return fastest_split(possible_splits(size, ranks=ranks))
-
-
 def fastest_split(options: Sequence[VAESplit]) -> VAESplit:
-    """`choose_vae_split` among these."""
+    """The split that is done first: in space alone unless parts in time save a good deal."""
     least = min(option.work for option in options)
     near = [option for option in options if option.work <= WORTH * least]
     return min(near, key=lambda option: (option.time, option.work, option.space))

@@ -40,6 +40,7 @@ from comfy_wan_dist.mesh.vae_memory import (
     refuse_memory,
     tiled_splits,
 )
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import CASES, Schedule, mesh_degrees, model_spec, relative_error
@@ -60,7 +61,6 @@ from workers.resident.offloaded import ParkedWeights, weight_bytes
 from workers.vae import tiles
 from workers.vae.layers import FrameHistory
 from workers.vae.run import decode_chunks_into, encode_chunks_into
-from workers.vae.wan22 import VAEConfig
 from workers.vae.writer import LateWriter, Leaving, Made
 
 COLUMNS = SpaceAxis.COLUMNS

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from comfy_wan_dist.mesh.vae_shape import PATCH, VAEConfig
+
 from .layers import FrameHistory
-from .wan22 import PATCH, VAEConfig, WanVAE, as_pictures, patchify
+from .wan22 import WanVAE, as_pictures, patchify
 
 
 @dataclass(frozen=True, kw_only=True)
