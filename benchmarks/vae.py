@@ -40,9 +40,9 @@ from .timing import Comparison, Row, Sense, build_row, interleave
 SECTION = "vae"
 CONFIG = VAEConfig(encoder_dim=40, decoder_dim=64)
 SIZE = LatentSize(frames=3, height=8, width=12)
-"""Of one rank against others."""
+"""What one rank decodes against others' implementations."""
 WIDE = LatentSize(frames=2, height=16, width=32)
-"""Of two ranks. Each has 16 columns, as each of five has of a frame of 704x1280."""
+"""What two ranks decode. Each has 16 columns, as each of five has of a frame of 704x1280."""
 TINY = VAEConfig(encoder_dim=8, decoder_dim=8)
 SHORT, LONG = (LatentSize(frames=frames, height=16, width=24) for frames in (9, 31))
 
@@ -50,7 +50,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 SPEED_UP = 1.8
 GROWTH = 1.05
-"""Of the peak memory from the short to the long video."""
+"""Limit of the long video's peak memory over the short one's."""
 TOLERANCE = 1e-4
 """How far outputs may differ, as a part of the largest value, for a comparison of speed to mean anything."""
 

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.vae_parameters import vae_parameters
-from comfy_wan_dist.mesh.vae_shape import VAEConfig
+from comfy_wan_dist.mesh.vae_shape import (
+    FRAME_STRIDE,
+    VAE_STRIDE,
+    VAEConfig,
+    latent_frames,
+    pixel_frames,
+)
 from comfy_wan_dist.model_file.vae import vae_config_of
 from devtools.references import build_diffusers_vae
 from devtools.vae_runs import decode, decode_chunks, encode, encode_chunks
@@ -270,8 +276,8 @@ def test_published_size_has_the_published_tensors() -> None:
     shapes = vae_parameters(VAEConfig())
     assert len(shapes) == 196
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 704_688_668
-    assert VAEConfig().spatial_factor == 16
-    assert VAEConfig().temporal_factor == 4
+    assert VAEConfig().spatial_factor == VAE_STRIDE == 16
+    assert VAEConfig().temporal_factor == FRAME_STRIDE == 4
     for name, shape in {
         "encoder.conv1.weight": (160, 12, 3, 3, 3),
         "encoder.downsamples.1.downsamples.0.shortcut.weight": (320, 160, 1, 1, 1),
@@ -288,6 +294,11 @@ def test_published_size_has_the_published_tensors() -> None:
         "conv2.bias": (48,),
     }.items():
         assert shapes[name] == shape
+
+
+def test_latent_frames_stand_for_one_pixel_frame_and_four_each() -> None:
+    assert [pixel_frames(count) for count in range(5)] == [0, 1, 5, 9, 13]
+    assert [latent_frames(count) for count in range(1, 11)] == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("config", [VAEConfig(), TINY, OTHER, SMALLEST])

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.jobs.handle import resolve_vae
+from comfy_wan_dist.mesh.devices import parse_devices
 from comfy_wan_dist.mesh.vae_parameters import vae_parameters
 from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.model_file.vae import vae_config_of
@@ -177,6 +179,9 @@ def test_other_files_are_refused_by_what_they_are(
     with pytest.raises(ModelFileError) as caught:
         loaded(path)
     message = str(caught.value)
+    with pytest.raises(ModelFileError) as before_a_group_starts:
+        resolve_vae(str(path), "auto", devices=parse_devices("cpu", visible_cuda=0))
+    assert str(before_a_group_starts.value) == message
     assert words in message
     assert "wan2.2_vae.safetensors" in message or "download it again" in message
     assert "\n" not in message

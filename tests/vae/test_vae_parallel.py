@@ -1,7 +1,7 @@
 """The VAE on several ranks is the VAE on one, and every broken exchange shows.
 
 Covered on the CPU over gloo in float32: decoding and encoding, cut in space, in time and both, against one process
-and against diffusers; the choice of a split; the faults of `vae_programs`; jobs through the pipeline, refused, stopped
+and against diffusers; the choice of a split; the faults of `vae_programs`; jobs through the runner, refused, stopped
 and repeated. Not covered: CUDA and NCCL.
 """
 
@@ -233,7 +233,7 @@ def test_ledger_of_a_decode_cut_in_time(rank_pool: RankPool) -> None:
         )
 
 
-# ---- jobs through the pipeline
+# ---- jobs through the runner
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def load_vae_weights(
     sharing: ReadGroups,
     milestone: Milestone,
 ) -> int:
-    """Stream the values in; returns the bytes asked of the file. Of `sharing` everyone holds the VAE.
+    """Stream the values in; returns the bytes asked of the file. All ranks of `sharing.everyone` hold the VAE.
 
     Collectives: those of the milestones and of `SharedReader`. Raises ModelFileError.
     """

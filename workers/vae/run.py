@@ -3,7 +3,7 @@
 Decoded ones may be uint8 instead. Both directions are iterators that yield after each chunk, with the number of latent
 frames that are done, so that a caller can report and stop in between. Of several devices each reads its share of the
 input and writes its share of the result, chunk by chunk, into tensors that all of them see; what they exchange
-meanwhile is the business of the VAE's replaced parts.
+meanwhile is up to the parts of the VAE that workers/parallel/vae replaces.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PICTURE_DTYPES = (torch.float32, torch.uint8)
 class VAEShare:
     """What one device does of a video, in latent rows, columns and frames.
 
-    chunks: for each chunk of the video the frames of this device, none where only others have some.
-    ends: how many frames are behind each chunk, those of all devices.
-    new_history: makes what a run of these chunks remembers.
+    chunks: this device's frames in each chunk of the video; empty where only others have some.
+    ends: how many frames of the video are done after each chunk, by all devices together.
+    new_history: makes the history of a run over these chunks.
     tiling: how to go over the part in tiles, if memory asks for it.
     """
 
@@ -51,7 +51,7 @@ class VAEShare:
 
 
 def latent_size(latent: Tensor) -> LatentSize:
-    """Of [B, C, T, h, w]."""
+    """Frames, rows and columns of a latent [B, C, T, h, w]."""
     frames, height, width = latent.shape[2:]
     return LatentSize(frames=frames, height=height, width=width)
 
@@ -161,7 +161,7 @@ def decode_whole(
 def decode_tiles(
     vae: WanVAE, part: Tensor, video: Tensor, share: VAEShare, device: torch.device
 ) -> Decoded:
-    """`decode_whole` tile by tile, all frames in each, after what needs whole frames."""
+    """Decode as `decode_whole` does, but tile by tile, all frames in each, and what needs whole frames first."""
     tiling = share.tiling
     assert tiling is not None
     tiles, history = len(tiling.tiles), share.new_history()
@@ -192,7 +192,7 @@ def tile_of(video: Tensor, tile: range, tiling: Tiling) -> Tensor:
 
 
 def as_frames(pixels_bcfhw: Tensor) -> Tensor:
-    """Of one sample: [F, H, W, 3]."""
+    """Pixels [1, 3, F, H, W] of one sample as pictures [F, H, W, 3]."""
     return pixels_bcfhw[0].permute(1, 2, 3, 0)
 
 
@@ -222,7 +222,7 @@ def encode_whole(
 def encode_tiles(
     vae: WanVAE, frames: Tensor, part: Tensor, share: VAEShare, device: torch.device
 ) -> Iterator[int]:
-    """`encode_whole` tile by tile, all frames in each, and then what needs whole frames."""
+    """Encode as `encode_whole` does, but tile by tile, all frames in each, and what needs whole frames last."""
     tiling = share.tiling
     assert tiling is not None
     rounds = len(tiling.tiles) + 1

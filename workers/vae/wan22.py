@@ -55,16 +55,18 @@ def as_pictures(x_bthwc: Tensor) -> Tensor:
     return unpatchify(x_bthwc.clamp_(-1, 1))
 
 
+def _residual_blocks(stage: StageConfig) -> nn.ModuleList:
+    dims = [stage.in_dim] + [stage.out_dim] * stage.res_blocks
+    return nn.ModuleList(map(ResidualBlock, dims[:-1], dims[1:]))
+
+
 class DownStage(nn.Module):
     """Residual blocks and a downsampling step, around an averaging shortcut."""
 
     def __init__(self, config: StageConfig) -> None:
         super().__init__()
         self.config = config
-        dims = [config.in_dim] + [config.out_dim] * config.res_blocks
-        self.downsamples = nn.ModuleList(
-            ResidualBlock(dims[i], dims[i + 1]) for i in range(config.res_blocks)
-        )
+        self.downsamples = _residual_blocks(config)
         if config.has_resample:
             self.downsamples.append(Downsample(config.out_dim, config.time_factor > 1))
 
@@ -87,10 +89,7 @@ class UpStage(nn.Module):
     def __init__(self, config: StageConfig) -> None:
         super().__init__()
         self.config = config
-        dims = [config.in_dim] + [config.out_dim] * config.res_blocks
-        self.upsamples = nn.ModuleList(
-            ResidualBlock(dims[i], dims[i + 1]) for i in range(config.res_blocks)
-        )
+        self.upsamples = _residual_blocks(config)
         if config.has_resample:
             self.upsamples.append(Upsample(config.out_dim, config.time_factor > 1))
 
