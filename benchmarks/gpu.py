@@ -39,9 +39,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.vae_shape import VAE_STRIDE, VAEConfig, pixel_frames
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
+from devtools.vae_runs import decode, whole_share
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.rope import rope_table
@@ -49,8 +51,8 @@ from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
 from workers.parallel.collectives import lone_rank
 from workers.parallel.compile import compile_blocks
-from workers.vae.run import SPATIAL, VAEShare, decode_chunks_into, latent_size
-from workers.vae.wan22 import VAEConfig, WanVAE
+from workers.vae.run import decode_chunks_into, latent_size
+from workers.vae.wan22 import WanVAE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TOTAL_S = 450.0
@@ -175,7 +177,7 @@ def measure_parity(bench: Bench) -> Result:
         vae = WanVAE(TINY_VAE)
         vae.load_state_dict(vae_values)
         latent = torch.randn(1, 48, 3, 4, 6, generator=torch.Generator().manual_seed(2))
-        return vae.to(device, dtype).decode(latent.to(device))
+        return decode(vae.to(device, dtype), latent.to(device))
 
     result: Result = {"reference": "cpu float32", "tf32": False}
     runs = {"transformer": velocity, "vae": pixels}
@@ -220,10 +222,10 @@ def measure_vae(bench: Bench) -> Result:
     _fill_randomly(vae)
     vae.arrange_weights()
     latent = torch.randn(1, vae.config.z_dim, grid.frames, 2 * grid.rows, 2 * grid.columns)
-    share = VAEShare.whole(latent_size(latent))
-    height, width = (SPATIAL * size for size in latent.shape[3:])
+    share = whole_share(latent_size(latent))
+    height, width = (VAE_STRIDE * size for size in latent.shape[3:])
     # Zeros written, not asked for: the kernel gives pages at the first touch.
-    frames = torch.empty(4 * grid.frames - 3, height, width, 3).fill_(0)
+    frames = torch.empty(pixel_frames(grid.frames), height, width, 3).fill_(0)
 
     def decode(count: int) -> list[float]:
         """Seconds of each chunk, its pictures' way to the host included."""

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.vae_shape import VAEConfig, pixel_frames
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from devtools.checkpoints import vae_weights
 from devtools.mesh_runs import relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_vae
-from devtools.vae_runs import CPU, build_seeded_vae, make_inputs
+from devtools.vae_runs import CPU, build_seeded_vae, make_inputs, picture_shape
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae.share import apply_vae_split
-from workers.vae.run import VAEShare, decode_chunks_into
-from workers.vae.wan22 import VAEConfig
+from workers.vae.run import VAEShare, decode_chunks_into, pixels_of
 
 from .models import use_comfyui
 from .pace import COLLECTIVE_TIMEOUT, START_TIMEOUT_S, slowest_rank, stopwatch
@@ -40,9 +40,9 @@ from .timing import Comparison, Row, Sense, build_row, interleave
 SECTION = "vae"
 CONFIG = VAEConfig(encoder_dim=40, decoder_dim=64)
 SIZE = LatentSize(frames=3, height=8, width=12)
-"""Of one rank against others."""
+"""What one rank decodes against others' implementations."""
 WIDE = LatentSize(frames=2, height=16, width=32)
-"""Of two ranks. Each has 16 columns, as each of five has of a frame of 704x1280."""
+"""What two ranks decode. Each has 16 columns, as each of five has of a frame of 704x1280."""
 TINY = VAEConfig(encoder_dim=8, decoder_dim=8)
 SHORT, LONG = (LatentSize(frames=frames, height=16, width=24) for frames in (9, 31))
 
@@ -50,7 +50,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 SPEED_UP = 1.8
 GROWTH = 1.05
-"""Of the peak memory from the short to the long video."""
+"""Limit of the long video's peak memory over the short one's."""
 TOLERANCE = 1e-4
 """How far outputs may differ, as a part of the largest value, for a comparison of speed to mean anything."""
 
@@ -127,9 +127,7 @@ def two_ranks(rank: int, config: VAEConfig, size: LatentSize, budget_s: float) -
     single = our_decode(config, size, rank=0, space=1).run
     both = our_decode(config, size, rank=rank, space=2)
     expected, frames = single(), both.run()
-    rows, columns = (
-        slice(16 * part.start, 16 * part.stop) for part in (both.share.rows, both.share.columns)
-    )
+    rows, columns = pixels_of(both.share.rows), pixels_of(both.share.columns)
     _require_equal("two ranks", frames[:, rows, columns], expected[:, rows, columns])
     pace = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
     things = {
@@ -169,7 +167,7 @@ def memory_row(config: VAEConfig, short: LatentSize, long: LatentSize) -> Row:
     ratio = peaks[1] / peaks[0]
     return Row(
         section=SECTION,
-        case=f"memory, {4 * long.frames - 3} / {4 * short.frames - 3} frames",
+        case=f"memory, {pixel_frames(long.frames)} / {pixel_frames(short.frames)} frames",
         ours_s=None,
         other_s=None,
         ratio=ratio,
@@ -235,7 +233,8 @@ def build_comfyui_vae(config: VAEConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def label(size: LatentSize) -> str:
-    return f"{4 * size.frames - 3} frames {16 * size.height}x{16 * size.width} fp32"
+    frames, height, width, _ = picture_shape(size)
+    return f"{frames} frames {height}x{width} fp32"
 
 
 def _require_equal(name: str, actual: Tensor, expected: Tensor) -> None:

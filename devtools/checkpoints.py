@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.vae_parameters import vae_parameters
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.model_file.wan import expected_parameters
-from workers.vae.wan22 import VAEConfig, expected_shapes
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=3, in_dim=48, out_dim=48)
@@ -32,7 +33,7 @@ def transformer_weights(
 def vae_weights(
     config: VAEConfig, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    return _random_weights(expected_shapes(config), seed=seed, dtype=dtype)
+    return _random_weights(vae_parameters(config), seed=seed, dtype=dtype)
 
 
 def write_transformer(
@@ -42,7 +43,7 @@ def write_transformer(
 
 
 def write_vae(path: Path, config: VAEConfig, *, seed: int) -> None:
-    _write_weights(path, expected_shapes(config), seed=seed, dtype=torch.float32)
+    _write_weights(path, vae_parameters(config), seed=seed, dtype=torch.float32)
 
 
 def write_shards(folder: Path, weights: Mapping[str, Tensor], *, parts: int) -> list[Path]:

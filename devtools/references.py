@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import HEAD_DIM, WanShape
-from workers.vae.wan22 import VAEConfig
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 
 TRANSFORMER_NAMES = (
     (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),

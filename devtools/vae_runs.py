@@ -6,7 +6,7 @@ Functions named `*_rank` run in a `RankPool`. Each rank fills its share of a res
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,11 +26,15 @@ from comfy_wan_dist.ipc.messages import (
     VAESpec,
 )
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.vae_shape import VAE_STRIDE, VAEConfig, latent_frames, pixel_frames
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
+from workers.checkpoint.sharing import pass_by, read_alone
+from workers.checkpoint.vae import build_vae, load_vae_weights
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae.share import apply_vae_split
-from workers.vae.run import decode_chunks_into, encode_chunks_into
-from workers.vae.wan22 import VAEConfig, WanVAE
+from workers.vae.layers import FrameHistory
+from workers.vae.run import VAEShare, decode_chunks_into, encode_chunks_into
+from workers.vae.wan22 import WanVAE
 
 from .checkpoints import vae_weights
 
@@ -63,10 +67,13 @@ def make_inputs(config: VAEConfig, size: LatentSize, *, batch: int = 1) -> VAEIn
     latent = torch.randn(
         batch, config.z_dim, size.frames, size.height, size.width, generator=generator
     )
-    frames = torch.rand(
-        4 * size.frames - 3, 16 * size.height, 16 * size.width, 3, generator=generator
-    )
+    frames = torch.rand(picture_shape(size), generator=generator)
     return VAEInputs(latent=latent, frames=frames)
+
+
+def picture_shape(size: LatentSize) -> tuple[int, int, int, int]:
+    """The frames that a latent of this size stands for: [4T-3, 16h, 16w, 3]."""
+    return pixel_frames(size.frames), VAE_STRIDE * size.height, VAE_STRIDE * size.width, 3
 
 
 def build_seeded_vae(config: VAEConfig) -> WanVAE:
@@ -74,6 +81,53 @@ def build_seeded_vae(config: VAEConfig) -> WanVAE:
     vae.load_state_dict(vae_weights(config, seed=2))
     vae.arrange_weights()
     return vae
+
+
+def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
+    """The VAE in `path` and the bytes read, on one rank alone. Raises ModelFileError."""
+    vae, entries = build_vae(path, dtype=dtype, device=device)
+    return vae, load_vae_weights(vae, entries, sharing=read_alone(), milestone=pass_by)
+
+
+def whole_share(size: LatentSize) -> VAEShare:
+    """All of a video as the share of one rank, one latent frame at a time."""
+    return VAEShare(
+        rows=range(size.height),
+        columns=range(size.width),
+        chunks=tuple(range(frame, frame + 1) for frame in range(size.frames)),
+        ends=tuple(range(1, size.frames + 1)),
+    )
+
+
+def decode(vae: WanVAE, z_bcthw: Tensor) -> Tensor:
+    """Raw latents [B, z_dim, T, h, w] as pixels [B, 3, 4 * T - 3, 16 * h, 16 * w] in [-1, 1]."""
+    return torch.cat(list(decode_chunks(vae, z_bcthw)), dim=2)
+
+
+def decode_chunks(vae: WanVAE, z_bcthw: Tensor) -> Iterator[Tensor]:
+    """`decode` one latent frame at a time: [B, 3, 1, H, W], then [B, 3, 4, H, W] each."""
+    history = FrameHistory()
+    for frame_bcthw in torch.split(z_bcthw, 1, dim=2):
+        yield vae.decode_chunk(frame_bcthw, history)
+        history.next_chunk()
+
+
+def encode(vae: WanVAE, pixels_bcfhw: Tensor) -> Tensor:
+    """Pixels [B, 3, F, H, W] in [-1, 1] as raw means [B, z_dim, (F - 1) // 4 + 1, H / 16, W / 16].
+
+    H and W are multiples of 16. Frames beyond the last full 4 * k + 1 are not encoded.
+    """
+    return torch.cat(list(encode_chunks(vae, pixels_bcfhw)), dim=2)
+
+
+def encode_chunks(vae: WanVAE, pixels_bcfhw: Tensor) -> Iterator[Tensor]:
+    """`encode` 1 pixel frame, then 4 at a time: the raw mean [B, z_dim, 1, h, w] of each."""
+    history = FrameHistory()
+    yield vae.encode_chunk(pixels_bcfhw[:, :, :1], history)
+    history.next_chunk()
+    step = vae.config.temporal_factor
+    for end in range(1 + step, pixels_bcfhw.shape[2] + 1, step):
+        yield vae.encode_chunk(pixels_bcfhw[:, :, end - step : end], history)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -117,7 +171,7 @@ def live_bytes(config: VAEConfig, share_of: VAESplit, *, is_decode: bool, at_onc
             parameter.data = parameter.data.bfloat16()
         size = share_of.size
         latent = torch.empty(1, config.z_dim, size.frames, size.height, size.width)
-        frames = torch.empty(4 * size.frames - 3, 16 * size.height, 16 * size.width, 3)
+        frames = torch.empty(picture_shape(size))
         share = apply_vae_split(vae, share_of, PlaneGroups(layout=MeshDegrees(), rank=0))
         starts = (0, *range(1, size.frames, at_once), size.frames)
         chunks = tuple(range(*edges) for edges in pairwise(starts))
@@ -185,8 +239,8 @@ def build_decode(
     """The request and the tensors that its refs name: the latent, and the frames, which are NaN, or 0 as integers."""
     batch, _, count, height, width = latent.shape
     untouched = torch.nan if dtype.is_floating_point else 0
-    shape = (batch * (4 * count - 3), 16 * height, 16 * width, 3)
-    frames = torch.full(shape, untouched, dtype=dtype)
+    pictures, *rest = picture_shape(LatentSize(frames=count, height=height, width=width))
+    frames = torch.full((batch * pictures, *rest), untouched, dtype=dtype)
     request = DecodeRequest(id="local", vae=spec, latent=_ref(0, latent), result=_ref(1, frames))
     return request, [latent, frames]
 
@@ -196,7 +250,8 @@ def build_encode(
 ) -> tuple[EncodeRequest, list[Tensor]]:
     """The request and the tensors that its refs name: the frames, and the latent, which is NaN."""
     count, height, width = frames.shape[:3]
-    latent = torch.full((1, channels, (count - 1) // 4 + 1, height // 16, width // 16), torch.nan)
+    size = latent_frames(count), height // VAE_STRIDE, width // VAE_STRIDE
+    latent = torch.full((1, channels, *size), torch.nan)
     request = EncodeRequest(id="local", vae=spec, frames=_ref(0, frames), result=_ref(1, latent))
     return request, [frames, latent]
 

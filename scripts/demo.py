@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.mesh.choice import choose_mesh
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.model_file.conditioning import TEXT_DIM, save
 from devtools.checkpoints import transformer_weights, write_vae
 from devtools.comfy_server import PACK_FOLDER, ComfyServer, ComfyServerError, Event, find_comfyui
-from workers.vae.wan22 import VAEConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out"

@@ -39,6 +39,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.model_file.conditioning import TEXT_DIM
 from comfy_wan_dist.model_file.conditioning import save as save_conditioning
 from comfy_wan_dist.model_file.wan import expected_parameters
@@ -83,9 +84,8 @@ from devtools.mesh_runs import (
 )
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer, build_diffusers_vae
-from workers.checkpoint.vae import load_vae
-from workers.vae.run import VAEShare, decode_chunks_into, encode_chunks_into, latent_size
-from workers.vae.wan22 import VAEConfig
+from devtools.vae_runs import load_vae, whole_share
+from workers.vae.run import decode_chunks_into, encode_chunks_into, latent_size
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "out" / "parity.json"
@@ -323,7 +323,7 @@ def diffusers_rows(spec: ModelSpec, vae_path: Path) -> Iterator[Row]:
 
     latent = torch.randn(1, TINY_VAE.z_dim, 3, 4, 6, generator=generator)
     frames = torch.empty(9, 64, 96, 3)
-    share = VAEShare.whole(latent_size(latent))
+    share = whole_share(latent_size(latent))
     for _ in decode_chunks_into(vae, latent, frames, share=share, device=CPU):
         pass
     decoded = (reference.decode(latent).sample[0].permute(1, 2, 3, 0) + 1) / 2

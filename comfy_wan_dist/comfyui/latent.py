@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..ipc.errors import ConfigError
-from ..mesh.shape import TI2V_CHANNELS, WanShape
+from ..mesh.shape import WanShape
+from ..mesh.vae_shape import TI2V_CHANNELS, VAE_STRIDE
 from ..solvers.schedules import Schedule
 
 Latent = Mapping[str, Any]
@@ -58,8 +59,8 @@ def latent_for_model(latent: Latent, shape: WanShape) -> Tensor:
 def latent_for_vae(latent: Latent) -> Tensor:
     """The samples of a LATENT, float32. Raises ConfigError for what the Wan2.2 VAE cannot decode."""
     needs = (
-        f"the Wan2.2 VAE needs [batch, {TI2V_CHANNELS}, frames, height/16, width/16]: decode latents of 16 channels, "
-        "as from Wan2.1 and A14B models, with ComfyUI's own VAELoader and VAEDecode"
+        f"the Wan2.2 VAE needs [batch, {TI2V_CHANNELS}, frames, height/{VAE_STRIDE}, width/{VAE_STRIDE}]: decode "
+        "latents of 16 channels, as from Wan2.1 and A14B models, with ComfyUI's own VAELoader and VAEDecode"
     )
     return _plain_samples(latent, channels=TI2V_CHANNELS, needs=needs)
 

@@ -22,6 +22,7 @@ from ..mesh.shape import WanShape
 from ..mesh.validate import validate_devices, validate_model
 from ..model_file.header import ModelFile, content_of, read_model_file
 from ..model_file.lora import LoraFile, changed_shape, read_lora
+from ..model_file.vae import read_vae_file
 from ..model_file.wan import read_wan_file, validate_experts
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -204,8 +205,9 @@ def _build_spec(
 
 
 def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
-    """The VAE at `path`, a file or folder, as a job names it. Raises ModelFileError."""
+    """The VAE at `path`, a file or folder, as a job names it. Raises ModelFileError for what is no Wan2.2 VAE."""
     file = read_model_file(path, component="vae")
+    read_vae_file(file)
     file_dtype = next((entry.dtype for entry in file.entries.values()), "F32")
     return VAESpec(
         path=file.path,

@@ -18,6 +18,7 @@ from .degrees import MeshDegrees
 from .layout import stage_ranks, weight_layout
 from .memory import load_bytes, rank_memory
 from .shape import LatentGrid, WanShape
+from .vae_shape import VAE_STRIDE
 from .validate import allowed_tp, allowed_ulysses
 from .workload import PlannedJob
 
@@ -27,7 +28,9 @@ LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
 
 def large_video(shape: WanShape) -> LatentGrid:
     """What a model was made for, and the size that a plane is chosen for: with 16 channels 720x1280, 81 frames."""
-    return LARGE_VIDEO if shape.vae_stride == 16 else LatentGrid(frames=21, rows=45, columns=80)
+    if shape.vae_stride == VAE_STRIDE:
+        return LARGE_VIDEO
+    return LatentGrid(frames=21, rows=45, columns=80)
 
 
 def valid_planes(shape: WanShape, *, device_count: int, guided: bool) -> Iterator[MeshDegrees]:

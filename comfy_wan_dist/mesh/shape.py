@@ -10,11 +10,11 @@ from math import prod
 
 from ..ipc.errors import ConfigError
 from .packing import Packing
+from .vae_shape import FRAME_STRIDE, TI2V_CHANNELS, VAE_STRIDE, WAN21_VAE_STRIDE, latent_frames
 
 HEAD_DIM = 128
 PATCH_SIZE = (1, 2, 2)
 PATCH_POSITIONS = prod(PATCH_SIZE)
-TI2V_CHANNELS = 48
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class WanShape:
     @property
     def vae_stride(self) -> int:
         """Pixels in height and width of one latent value: of the Wan2.2 VAE for TI2V, of the Wan2.1 VAE otherwise."""
-        return 16 if self.out_dim == TI2V_CHANNELS else 8
+        return VAE_STRIDE if self.out_dim == TI2V_CHANNELS else WAN21_VAE_STRIDE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,12 +102,17 @@ class LatentGrid:
 def video_grid(shape: WanShape, *, height: int, width: int, frames: int) -> LatentGrid:
     """Token grid of a video of so many pixels and frames: 4 frames are one latent value."""
     pixels = 2 * shape.vae_stride
-    if min(height, width, frames) < 1 or height % pixels or width % pixels or frames % 4 != 1:
+    if (
+        min(height, width, frames) < 1
+        or height % pixels
+        or width % pixels
+        or frames % FRAME_STRIDE != 1
+    ):
         raise ConfigError(
             f"a video of {height}x{width} (height x width) and {frames} frames is not possible; height and width must "
             f"be multiples of {pixels}, frames a multiple of 4 plus 1, such as 704x1280 and 121"
         )
-    return LatentGrid(frames=(frames + 3) // 4, rows=height // pixels, columns=width // pixels)
+    return LatentGrid(frames=latent_frames(frames), rows=height // pixels, columns=width // pixels)
 
 
 TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError, InsufficientMemoryError
 from .devices import GIB
+from .vae_shape import VAE_STRIDE
 from .vae_split import RUN, LatentSize, VAESplit, fastest_split, possible_splits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appetite:
-    """Elements for each latent row, column and channel of the finest level.
+    """Tensor elements alive at once, for each latent row, column and channel of the finest level.
 
     held: for all frames that convolutions look back on. per_frame: for each latent frame that goes through at once.
-    beyond: latent rows or columns by which a tile is wider in effect, since it needs more on both sides. kept_frame:
-    what stands between the tiles and whole frames, for each latent frame of the video. kept_beyond: how far it reaches
-    beyond the rank's part.
+    beyond: latent rows or columns by which a tile is wider in effect, since it needs more on both sides.
+    kept_frame: for each latent frame of the video, of what is kept between the tiles and the whole frames.
+    kept_beyond: latent rows or columns by which that reaches beyond the rank's part.
     """
 
     held: int
@@ -33,7 +34,7 @@ class Appetite:
 
 
 class Direction(enum.Enum):
-    """Measured; a test measures them again."""
+    """What decoding and encoding take, as measured; a test measures it again."""
 
     DECODE = Appetite(held=2300, per_frame=1545, beyond=3.6, kept_frame=4, kept_beyond=26)
     ENCODE = Appetite(held=1212, per_frame=1424, beyond=15.2, kept_frame=4, kept_beyond=0)
@@ -41,14 +42,14 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VAEMemory:
-    """Of a VAE whose finest level has `dim` channels of `item_bytes`, in one direction."""
+    """What a VAE takes in one direction whose finest level has `dim` channels of `item_bytes` each."""
 
     direction: Direction
     dim: int
     item_bytes: int
 
     def bytes(self, split: VAESplit) -> int:
-        """Of the rank with the largest part."""
+        """What the rank with the largest part takes."""
         appetite, size = self.direction.value, split.size
         length = size.length(split.axis)
         across = size.height * size.width // length
@@ -65,7 +66,7 @@ class VAEMemory:
 def choose_split_within(
     size: LatentSize, *, ranks: int, need: Callable[[VAESplit], int], limit: int
 ) -> VAESplit | None:
-    """The split that is done first among those that take no more than `limit` bytes on a rank; None if none does.
+    """The fastest split among those that take no more than `limit` bytes on a rank; None if all take more.
 
     Tiles, which repeat some work, only where nothing else is left.
     """
@@ -111,8 +112,9 @@ def refuse_memory(
         remedies.append("vae_dtype bfloat16")
     kind = ConfigError if is_budget else InsufficientMemoryError
     return kind(
-        f"a video of {16 * size.width}x{16 * size.height} takes the VAE at least {_hundredths(least, up=True)} GiB on "
-        f"each rank of {ranks} beside the models, even in the smallest tiles, but {has}; use "
+        f"a video of {VAE_STRIDE * size.width}x{VAE_STRIDE * size.height} takes the VAE at least "
+        f"{_hundredths(least, up=True)} GiB on each rank of {ranks} beside the models, even in the smallest tiles, but "
+        f"{has}; use "
         f"{', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 

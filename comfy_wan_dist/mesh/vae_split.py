@@ -120,11 +120,11 @@ class VAESplit:
 
     @property
     def work(self) -> int:
-        """Latent rows (or columns) times frames that the ranks wait for: those of the busiest in each chunk."""
+        """Latent rows (or columns) times frames of the busiest rank in each chunk, for which the others wait."""
         return self.shard(0).size * sum(max(chunk) for chunk in self.chunks())
 
     def explain(self, ranks: int) -> str:
-        """One line on why, on a plane of `ranks`."""
+        """One line on how and why a plane of `ranks` shares the work so."""
         sizes, axis = self.shard(0).sizes, self.axis.value
         reasons = []
         if self.space > 1:
@@ -158,13 +158,8 @@ def first_chunk(time: int) -> int:
     return RUN * time + 1
 
 
-def choose_vae_split(size: LatentSize, *, ranks: int) -> VAESplit:
-    """The split that is done first on a plane of `ranks`, in space alone unless parts in time save a good deal."""
-    return fastest_split(possible_splits(size, ranks=ranks))
-
-
 def fastest_split(options: Sequence[VAESplit]) -> VAESplit:
-    """`choose_vae_split` among these."""
+    """The split with the least work for the busiest rank, but in space alone unless parts in time save a good deal."""
     least = min(option.work for option in options)
     near = [option for option in options if option.work <= WORTH * least]
     return min(near, key=lambda option: (option.time, option.work, option.space))
@@ -188,6 +183,6 @@ def _chunks(frames: int, time: int) -> Iterator[tuple[int, ...]]:
     left = frames - first_chunk(time)
     yield (RUN + 1, *(RUN,) * (time - 1))
     while left > 0:
-        # Only the last chunk may be short: whoever others look back on has a whole run.
+        # Only the last chunk may be short: a rank that another one looks back on has a whole run.
         yield tuple(min(RUN, max(0, left - RUN * part)) for part in range(time))
         left -= RUN * time

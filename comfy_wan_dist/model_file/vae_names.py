@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from ..ipc.errors import ModelFileError
+from ..mesh.vae_shape import TI2V_CHANNELS
 from .names import describe
 
 T = TypeVar("T")
@@ -63,8 +64,8 @@ def official_vae_tensors(tensors: Mapping[str, T], *, label: str) -> dict[str, T
         }
         if any(name.startswith(WAN21_MARKS) for name in bare):
             raise ModelFileError(
-                f"{label} is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48; {REMEDY}; for A14B "
-                "and Wan2.1 take ComfyUI's own VAELoader and VAEDecode"
+                f"{label} is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs {TI2V_CHANNELS}; {REMEDY}; "
+                "for A14B and Wan2.1 take ComfyUI's own VAELoader and VAEDecode"
             )
         if any(name.startswith(OFFICIAL_MARK) for name in bare):
             return bare
@@ -74,7 +75,7 @@ def official_vae_tensors(tensors: Mapping[str, T], *, label: str) -> dict[str, T
 
 
 def _renamed(tensors: Mapping[str, T], label: str) -> dict[str, T]:
-    # What leads from a level to the next comes after its resnets, of which every level of a half has as many.
+    # The step from a level to the next comes after its resnets, and all levels of a half have as many of these.
     steps = {"encoder": 0, "decoder": 0}
     for match in filter(None, map(LEVEL.fullmatch, tensors)):
         if match["resnet"] is not None:

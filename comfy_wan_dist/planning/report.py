@@ -11,6 +11,7 @@ from ..ipc.messages import Done, LedgerLine
 from ..mesh.degrees import MeshDegrees
 from ..mesh.devices import GB, GIB, MIB
 from ..mesh.traffic import transfers
+from ..mesh.vae_shape import pixel_frames
 from ..mesh.workload import Counting, PlannedJob
 from .hardware import Device
 from .plan import Choice, MeshOption, Plan
@@ -84,7 +85,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(
         [
             f"{pixels * job.grid.columns} x {pixels * job.grid.rows} pixels (width x height), "
-            f"{4 * job.grid.frames - 3} frames, "
+            f"{pixel_frames(job.grid.frames)} frames, "
             f"{job.grid.tokens} tokens ({job.grid.frames} x {job.grid.rows} x {job.grid.columns}), {job.steps} steps, "
             f"batch {job.batch}, {guided}, {job.dtype}, on {plan.pool}",
             f"each device: {device.memory / GB:.0f} GB, {device.link_name}",

@@ -49,8 +49,8 @@ from torch import Tensor
 from comfy_wan_dist.planning.chart import WIDTH
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
-from workers.checkpoint.vae import load_vae
-from workers.vae.run import VAEShare, encode_chunks_into, latent_size
+from devtools.vae_runs import load_vae, whole_share
+from workers.vae.run import encode_chunks_into, latent_size
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
@@ -358,7 +358,7 @@ def test_start_latent_is_encoded_images_then_the_mean(
     )
     with torch.inference_mode():
         encoded = torch.empty_like(latent[:, :, :given])
-        whole = VAEShare.whole(latent_size(encoded))
+        whole = whole_share(latent_size(encoded))
         for _ in encode_chunks_into(vae, pixels, encoded, share=whole, device=torch.device("cpu")):
             pass
     torch.testing.assert_close(latent[:, :, :given], encoded, rtol=1e-4, atol=1e-4)

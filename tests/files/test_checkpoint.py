@@ -39,11 +39,11 @@ from devtools.mesh_runs import (
     mesh_degrees,
     model_spec,
 )
+from devtools.vae_runs import load_vae
 from workers.checkpoint import reader
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.reader import TensorReader
 from workers.checkpoint.sharing import pass_by, read_alone
-from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.resident.free_memory import UNLIMITED, free_memory, left_by_group, validate_memory

@@ -11,18 +11,31 @@ from torch import Tensor
 from vae_programs import VAEJob, VAEJobEnd, run_vae_jobs
 
 from comfy_wan_dist.ipc.messages import VAESpec
-from comfy_wan_dist.mesh.vae_split import LatentSize
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
+from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit, fastest_split, possible_splits
 from devtools.checkpoints import write_vae
 from devtools.mesh_runs import mesh_degrees, relative_error
 from devtools.rank_pool import RankPool
-from devtools.vae_runs import VAERun, build_seeded_vae, joined, make_inputs, vae_spec
-from workers.vae.wan22 import VAEConfig
+from devtools.vae_runs import (
+    VAERun,
+    build_seeded_vae,
+    decode,
+    encode,
+    joined,
+    make_inputs,
+    vae_spec,
+)
 
 CONFIG = VAEConfig(z_dim=48, encoder_dim=8, decoder_dim=8)
 SMALL = LatentSize(frames=3, height=3, width=7)
 DECODE, ENCODE = 0, 1
 
 OneProcess = Callable[[LatentSize], tuple[Tensor, Tensor]]
+
+
+def chosen_split(size: LatentSize, *, ranks: int) -> VAESplit:
+    """The split that is taken where memory does not matter."""
+    return fastest_split(possible_splits(size, ranks=ranks))
 
 
 def build_one_process() -> OneProcess:
@@ -33,9 +46,9 @@ def build_one_process() -> OneProcess:
     def run(size: LatentSize) -> tuple[Tensor, Tensor]:
         inputs = make_inputs(CONFIG, size)
         with torch.inference_mode():
-            pictures = vae.decode(inputs.latent)[0].permute(1, 2, 3, 0)
+            pictures = decode(vae, inputs.latent)[0].permute(1, 2, 3, 0)
             pixels = inputs.frames.permute(3, 0, 1, 2).unsqueeze(0) * 2 - 1
-            return (pictures + 1) / 2, vae.encode(pixels)
+            return (pictures + 1) / 2, encode(vae, pixels)
 
     return run
 

@@ -50,7 +50,7 @@ def no_causal_halo() -> AbstractContextManager[Any]:
 
 
 def no_halo_of_one_convolution() -> AbstractContextManager[Any]:
-    """The same before the last convolution of decoder and encoder only."""
+    """Zeros instead of the neighbours' rows before the last convolution of decoder and encoder only."""
     return _after_split(lambda name, module: name.endswith("coder.head.2"))
 
 
@@ -153,7 +153,7 @@ def first_frame_in_history() -> AbstractContextManager[Any]:
 
 
 def first_frame_not_in_history() -> AbstractContextManager[Any]:
-    """The opposite where the encoder halves them."""
+    """The first frame is not part of what later ones look back on where the encoder halves frames."""
     return mock.patch.object(FrameHistory, "prime")
 
 
@@ -201,7 +201,7 @@ def out_of_memory_once() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class VAEJob:
-    """A job of the pipeline: decode `latent` to frames of `dtype`, or else encode `frames` to so many channels.
+    """A job of the runner: decode `latent` to frames of `dtype`, or else encode `frames` to so many channels.
 
     memory_bytes: what a rank may take for it.
     stop: the rank that is told to stop, and before which chunk, counted from 1.

@@ -65,6 +65,7 @@ NEEDS_COMFYUI = (
     f"{PACK}.nodes",
     f"{PACK}.jobs.session",
     f"{PACK}.jobs.pieces",
+    f"{PACK}.jobs.vae",
 )
 PLAIN_MODULES = ("workers.model", "workers.vae")
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}

@@ -15,11 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.jobs.handle import resolve_vae
+from comfy_wan_dist.mesh.devices import parse_devices
+from comfy_wan_dist.mesh.vae_parameters import vae_parameters
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
+from comfy_wan_dist.model_file.vae import vae_config_of
 from comfy_wan_dist.model_file.vae_names import PREFIXES, official_vae_tensors
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
 from devtools.references import build_diffusers_vae
-from workers.checkpoint.vae import load_vae
-from workers.vae.wan22 import VAEConfig, expected_shapes
+from devtools.vae_runs import load_vae
 
 CPU = torch.device("cpu")
 # Other numbers of blocks, on which the names depend.
@@ -93,8 +97,8 @@ def of_diffusers(config: VAEConfig, **options: Any) -> dict[str, Tensor]:
 def test_every_tensor_of_diffusers_own_vae_has_an_official_name(config: VAEConfig) -> None:
     official = official_vae_tensors(of_diffusers(config), label="x")
     shapes = {name: tuple(value.shape) for name, value in official.items()}
-    assert shapes == expected_shapes(config)
-    assert VAEConfig.from_shapes(shapes) == config
+    assert shapes == vae_parameters(config)
+    assert vae_config_of(shapes) == config
 
 
 def wan21_of_diffusers() -> dict[str, Tensor]:
@@ -175,6 +179,9 @@ def test_other_files_are_refused_by_what_they_are(
     with pytest.raises(ModelFileError) as caught:
         loaded(path)
     message = str(caught.value)
+    with pytest.raises(ModelFileError) as before_a_group_starts:
+        resolve_vae(str(path), "auto", devices=parse_devices("cpu", visible_cuda=0))
+    assert str(before_a_group_starts.value) == message
     assert words in message
     assert "wan2.2_vae.safetensors" in message or "download it again" in message
     assert "\n" not in message

@@ -1,7 +1,7 @@
 """The VAE keeps to its memory: smaller parts, then the transformer's weights moved away, then tiles, all of them exact.
 
 Covered on the CPU over gloo in float32: tiles against one process, with too little around them noticed; the choice of a
-split for a limit, and its figures against the tensors alive; jobs through the pipeline with a budget, refused and
+split for a limit, and its figures against the tensors alive; jobs through the runner with a budget, refused and
 stopped; weights moved to the host and back. Not covered: CUDA, where there is such a thing as a device's own memory.
 """
 
@@ -40,6 +40,7 @@ from comfy_wan_dist.mesh.vae_memory import (
     refuse_memory,
     tiled_splits,
 )
+from comfy_wan_dist.mesh.vae_shape import VAEConfig
 from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import CASES, Schedule, mesh_degrees, model_spec, relative_error
@@ -60,7 +61,6 @@ from workers.resident.offloaded import ParkedWeights, weight_bytes
 from workers.vae import tiles
 from workers.vae.layers import FrameHistory
 from workers.vae.run import decode_chunks_into, encode_chunks_into
-from workers.vae.wan22 import VAEConfig
 from workers.vae.writer import LateWriter, Leaving, Made
 
 COLUMNS = SpaceAxis.COLUMNS
@@ -303,7 +303,7 @@ def test_bytes_are_those_of_the_tensors_alive_at_once(at_once: int, direction: D
             assert alive - weights == pytest.approx(memory.bytes(split), rel=0.05)
 
 
-# ---- jobs through the pipeline
+# ---- jobs through the runner
 
 WIDE = LatentSize(frames=3, height=1, width=60)
 

@@ -1,7 +1,7 @@
 """The VAE on several ranks is the VAE on one, and every broken exchange shows.
 
 Covered on the CPU over gloo in float32: decoding and encoding, cut in space, in time and both, against one process
-and against diffusers; the choice of a split; the faults of `vae_programs`; jobs through the pipeline, refused, stopped
+and against diffusers; the choice of a split; the faults of `vae_programs`; jobs through the runner, refused, stopped
 and repeated. Not covered: CUDA and NCCL.
 """
 
@@ -18,6 +18,7 @@ from vae_kit import (
     SMALL,
     OneProcess,
     build_one_process,
+    chosen_split,
     errors,
     run_jobs,
     write_vae_file,
@@ -25,7 +26,7 @@ from vae_kit import (
 from vae_programs import VAEJob, run_vae_jobs
 
 from comfy_wan_dist.ipc.messages import LedgerLine, VAESpec
-from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit, choose_vae_split
+from comfy_wan_dist.mesh.vae_split import LatentSize, SpaceAxis, VAESplit
 from devtools.checkpoints import TINY_VAE, vae_weights
 from devtools.mesh_runs import relative_error
 from devtools.rank_pool import RankPool
@@ -33,6 +34,7 @@ from devtools.references import build_diffusers_vae
 from devtools.vae_runs import (
     LIMIT,
     build_seeded_vae,
+    decode,
     joined,
     make_inputs,
     vae_rank,
@@ -231,7 +233,7 @@ def test_ledger_of_a_decode_cut_in_time(rank_pool: RankPool) -> None:
         )
 
 
-# ---- jobs through the pipeline
+# ---- jobs through the runner
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +280,7 @@ def test_samples_of_a_batch_are_decoded_one_after_another(
     latent = make_inputs(CONFIG, SMALL, batch=2).latent
     (ends,) = run_jobs(rank_pool, "cfg2", spec, VAEJob(latent=latent))
     pictures = joined([end.result for end in ends])
-    expected = build_seeded_vae(CONFIG).decode(latent)
+    expected = decode(build_seeded_vae(CONFIG), latent)
     for sample in range(2):
         actual = pictures[9 * sample : 9 * (sample + 1)]
         assert relative_error(actual, (expected[sample].permute(1, 2, 3, 0) + 1) / 2) <= LIMIT
@@ -362,6 +364,7 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
         (VAEJob(latent=inputs.latent[:, :4]), "the latent has 4 channels; this VAE decodes 48"),
         (VAEJob(frames=inputs.frames, channels=6), "latent of 6 channels was asked for"),
         (VAEJob(frames=inputs.frames[:8], channels=48), "the images have shape [8, 48, 112, 3]"),
+        (VAEJob(frames=inputs.frames[:, :40], channels=48), "width that are multiples of 16"),
     )
     *refused, good = run_jobs(
         rank_pool, "cfg2", spec, *(job for job, _ in cases), VAEJob(latent=inputs.latent)
@@ -394,32 +397,32 @@ def test_lack_of_memory_is_an_answer_and_the_next_job_runs(
 def test_large_video_is_cut_along_its_longer_side_only() -> None:
     wide = LatentSize(frames=31, height=44, width=80)
     for ranks in (2, 4, 5, 8, 10, 16):
-        chosen = choose_vae_split(wide, ranks=ranks)
+        chosen = chosen_split(wide, ranks=ranks)
         assert (chosen.axis, chosen.space, chosen.time) == (COLUMNS, ranks, 1)
     tall = LatentSize(frames=31, height=80, width=44)
-    assert choose_vae_split(tall, ranks=8).axis is ROWS
-    assert "rows in 8 parts of 10" in choose_vae_split(tall, ranks=8).explain(8)
+    assert chosen_split(tall, ranks=8).axis is ROWS
+    assert "rows in 8 parts of 10" in chosen_split(tall, ranks=8).explain(8)
 
 
 def test_width_is_cut_on_a_tie_and_the_reason_says_so() -> None:
-    chosen = choose_vae_split(LatentSize(frames=3, height=5, width=5), ranks=2)
+    chosen = chosen_split(LatentSize(frames=3, height=5, width=5), ranks=2)
     assert chosen.axis is COLUMNS
     assert chosen.shard(0).sizes == (3, 2)
     assert "columns in 2 parts of 2 or 3; the width on a tie" in chosen.explain(2)
 
 
 def test_frames_are_cut_too_where_the_longer_side_is_too_short() -> None:
-    chosen = choose_vae_split(LatentSize(frames=9, height=3, width=3), ranks=6)
+    chosen = chosen_split(LatentSize(frames=9, height=3, width=3), ranks=6)
     assert (chosen.space, chosen.time) == (3, 2)
     assert "frames in 2 runs" in chosen.explain(6)
     # But not where there are too few of them: then ranks have no part.
-    chosen = choose_vae_split(LatentSize(frames=1, height=3, width=3), ranks=6)
+    chosen = chosen_split(LatentSize(frames=1, height=3, width=3), ranks=6)
     assert (chosen.space, chosen.time) == (3, 1)
     assert "3 of 6 ranks have no part" in chosen.explain(6)
 
 
 def test_one_rank_does_everything() -> None:
-    chosen = choose_vae_split(LatentSize(frames=3, height=4, width=4), ranks=1)
+    chosen = chosen_split(LatentSize(frames=3, height=4, width=4), ranks=1)
     assert (chosen.space, chosen.time) == (1, 1)
     assert chosen.explain(1) == "one rank does everything"
 

@@ -9,20 +9,14 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 
-from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.shape import TI2V_CHANNELS
-from comfy_wan_dist.model_file.entry import FLOAT_TYPES, TensorEntry
+from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.shown import shown
-from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
-from workers.vae.run import SPATIAL, TEMPORAL
-from workers.vae.wan22 import VAEConfig, WanVAE
+from comfy_wan_dist.model_file.vae import read_vae_file
+from comfy_wan_dist.model_file.vae_names import official_vae_tensors
+from workers.vae.wan22 import WanVAE
 
 from .allocate import allocate_parameters
-from .sharing import Milestone, ReadGroups, SharedReader, in_sections, pass_by, read_alone
-
-# The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
-MOST_TENSORS = 1000
+from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 
 def vae_bytes(path: str, *, dtype: torch.dtype) -> int:
@@ -31,39 +25,15 @@ def vae_bytes(path: str, *, dtype: torch.dtype) -> int:
     return sum(math.prod(entry.shape) for entry in entries.values()) * dtype.itemsize
 
 
-def load_vae(path: str, *, dtype: torch.dtype, device: torch.device) -> tuple[WanVAE, int]:
-    """The VAE in `path` and the bytes read, on one rank alone. Raises ModelFileError."""
-    vae, entries = build_vae(path, dtype=dtype, device=device)
-    return vae, load_vae_weights(vae, entries, sharing=read_alone(), milestone=pass_by)
-
-
 def build_vae(
     path: str, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[WanVAE, Mapping[str, TensorEntry]]:
     """The VAE in `path` without values, and where they are. Raises ModelFileError."""
-    label = Path(path).name
-    entries = official_vae_tensors(read_model_file(path).entries, label=label)
-    if len(entries) > MOST_TENSORS or any(0 in entry.shape for entry in entries.values()):
-        raise ModelFileError(f"{label} has {len(entries)} tensors, or empty ones; {REMEDY}")
-    config = VAEConfig.from_shapes({name: entry.shape for name, entry in entries.items()})
-    if config.z_dim != TI2V_CHANNELS:
-        raise ModelFileError(
-            f"{label} is a VAE of {config.z_dim} latent channels, but Wan2.2 TI2V-5B needs {TI2V_CHANNELS}; {REMEDY}"
-        )
-    if (config.spatial_factor, config.temporal_factor) != (SPATIAL, TEMPORAL):
-        raise ModelFileError(
-            f"{label} is a VAE that shrinks by {config.spatial_factor} in space and {config.temporal_factor} in time, "
-            f"but Wan2.2 TI2V-5B needs {SPATIAL} and {TEMPORAL}; {REMEDY}"
-        )
-    for name, entry in entries.items():
-        if entry.dtype not in FLOAT_TYPES:
-            raise ModelFileError(
-                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(FLOAT_TYPES)}, so {REMEDY}"
-            )
+    file = read_vae_file(read_model_file(path))
     with init_empty_weights(include_buffers=True):
-        vae = WanVAE(config)
+        vae = WanVAE(file.config)
     allocate_parameters(vae, dtype_of=lambda _: dtype, device=device)
-    return vae, entries
+    return vae, file.entries
 
 
 def load_vae_weights(
@@ -73,7 +43,7 @@ def load_vae_weights(
     sharing: ReadGroups,
     milestone: Milestone,
 ) -> int:
-    """Stream the values in; returns the bytes asked of the file. Of `sharing` everyone holds the VAE.
+    """Stream the values in; returns the bytes asked of the file. All ranks of `sharing.everyone` hold the VAE.
 
     Collectives: those of the milestones and of `SharedReader`. Raises ModelFileError.
     """

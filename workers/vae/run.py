@@ -3,7 +3,7 @@
 Decoded ones may be uint8 instead. Both directions are iterators that yield after each chunk, with the number of latent
 frames that are done, so that a caller can report and stop in between. Of several devices each reads its share of the
 input and writes its share of the result, chunk by chunk, into tensors that all of them see; what they exchange
-meanwhile is the business of the VAE's replaced parts.
+meanwhile is up to the parts of the VAE that workers/parallel/vae replaces.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.mesh.vae_shape import (
+    FRAME_STRIDE,
+    VAE_STRIDE,
+    VAEConfig,
+    latent_frames,
+    pixel_frames,
+)
 from comfy_wan_dist.mesh.vae_split import LatentSize
 
 from .layers import FrameHistory
 from .tiles import Tiling, decode_tile, encode_tile, encode_window
-from .wan22 import VAEConfig, WanVAE
+from .wan22 import WanVAE
 from .writer import Made, build_writer
 
-SPATIAL, TEMPORAL = 16, 4
 PICTURE_DTYPES = (torch.float32, torch.uint8)
 
 
@@ -30,9 +36,9 @@ PICTURE_DTYPES = (torch.float32, torch.uint8)
 class VAEShare:
     """What one device does of a video, in latent rows, columns and frames.
 
-    chunks: for each chunk of the video the frames of this device, none where only others have some.
-    ends: how many frames are behind each chunk, those of all devices.
-    new_history: makes what a run of these chunks remembers.
+    chunks: this device's frames in each chunk of the video; empty where only others have some.
+    ends: how many frames of the video are done after each chunk, by all devices together.
+    new_history: makes the history of a run over these chunks.
     tiling: how to go over the part in tiles, if memory asks for it.
     """
 
@@ -43,19 +49,9 @@ class VAEShare:
     new_history: Callable[[], FrameHistory] = FrameHistory
     tiling: Tiling | None = None
 
-    @staticmethod
-    def whole(size: LatentSize) -> VAEShare:
-        """All of the video, one latent frame at a time."""
-        return VAEShare(
-            rows=range(size.height),
-            columns=range(size.width),
-            chunks=tuple(range(frame, frame + 1) for frame in range(size.frames)),
-            ends=tuple(range(1, size.frames + 1)),
-        )
-
 
 def latent_size(latent: Tensor) -> LatentSize:
-    """Of [B, C, T, h, w]."""
+    """Frames, rows and columns of a latent [B, C, T, h, w]."""
     frames, height, width = latent.shape[2:]
     return LatentSize(frames=frames, height=height, width=width)
 
@@ -74,7 +70,7 @@ def validate_decode(config: VAEConfig, latent: Tensor, frames: Tensor) -> None:
             f"the latent has shape {list(latent.shape)}; a VAE decodes [batch, channels, frames, height, width]"
         )
     batch, channels, count, height, width = latent.shape
-    expected = (batch * (TEMPORAL * (count - 1) + 1), SPATIAL * height, SPATIAL * width, 3)
+    expected = (batch * pixel_frames(count), VAE_STRIDE * height, VAE_STRIDE * width, 3)
     if tuple(frames.shape) != expected:
         raise ConfigError(
             f"room for frames of shape {list(frames.shape)} was given; this latent decodes to {list(expected)}"
@@ -97,16 +93,16 @@ def validate_encode(config: VAEConfig, frames: Tensor, latent: Tensor) -> None:
         frames.dim() != 4
         or frames.shape[-1] != 3
         or 0 in frames.shape
-        or frames.shape[0] % TEMPORAL != 1
-        or frames.shape[1] % SPATIAL
-        or frames.shape[2] % SPATIAL
+        or frames.shape[0] % FRAME_STRIDE != 1
+        or frames.shape[1] % VAE_STRIDE
+        or frames.shape[2] % VAE_STRIDE
     ):
         raise ConfigError(
             f"the images have shape {list(frames.shape)}; the VAE encodes [frames, height, width, 3] with 4k+1 frames "
-            f"and height and width that are multiples of {SPATIAL}"
+            f"and height and width that are multiples of {VAE_STRIDE}"
         )
     count, height, width = frames.shape[0], frames.shape[1], frames.shape[2]
-    expected = ((count - 1) // TEMPORAL + 1, height // SPATIAL, width // SPATIAL)
+    expected = (latent_frames(count), height // VAE_STRIDE, width // VAE_STRIDE)
     if latent.dim() != 5 or latent.shape[0] != 1 or tuple(latent.shape[2:]) != expected:
         raise ConfigError(
             f"room for a latent of shape {list(latent.shape)} was given; these images encode to "
@@ -165,7 +161,7 @@ def decode_whole(
 def decode_tiles(
     vae: WanVAE, part: Tensor, video: Tensor, share: VAEShare, device: torch.device
 ) -> Decoded:
-    """`decode_whole` tile by tile, all frames in each, after what needs whole frames."""
+    """Decode as `decode_whole` does, but tile by tile, all frames in each, and what needs whole frames first."""
     tiling = share.tiling
     assert tiling is not None
     tiles, history = len(tiling.tiles), share.new_history()
@@ -196,7 +192,7 @@ def tile_of(video: Tensor, tile: range, tiling: Tiling) -> Tensor:
 
 
 def as_frames(pixels_bcfhw: Tensor) -> Tensor:
-    """Of one sample: [F, H, W, 3]."""
+    """Pixels [1, 3, F, H, W] of one sample as pictures [F, H, W, 3]."""
     return pixels_bcfhw[0].permute(1, 2, 3, 0)
 
 
@@ -226,7 +222,7 @@ def encode_whole(
 def encode_tiles(
     vae: WanVAE, frames: Tensor, part: Tensor, share: VAEShare, device: torch.device
 ) -> Iterator[int]:
-    """`encode_whole` tile by tile, all frames in each, and then what needs whole frames."""
+    """Encode as `encode_whole` does, but tile by tile, all frames in each, and what needs whole frames last."""
     tiling = share.tiling
     assert tiling is not None
     rounds = len(tiling.tiles) + 1
@@ -263,11 +259,9 @@ def as_slice(numbers: range) -> slice:
 
 def pixels_of(latent_rows: range) -> slice:
     """Pixel rows of latent rows; columns alike."""
-    return slice(SPATIAL * latent_rows.start, SPATIAL * latent_rows.stop)
+    return slice(VAE_STRIDE * latent_rows.start, VAE_STRIDE * latent_rows.stop)
 
 
-def frames_of(latent_frames: range) -> slice:
-    """Pixel frames of latent frames: the first one is one, each later one is four."""
-    return slice(
-        *(max(0, TEMPORAL * edge - 3) for edge in (latent_frames.start, latent_frames.stop))
-    )
+def frames_of(latent_range: range) -> slice:
+    """Pixel frames of latent frames."""
+    return slice(pixel_frames(latent_range.start), pixel_frames(latent_range.stop))

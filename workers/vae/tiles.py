@@ -17,16 +17,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from comfy_wan_dist.mesh.vae_shape import PATCH, VAEConfig
+
 from .layers import FrameHistory
-from .wan22 import PATCH, VAEConfig, WanVAE, as_pictures, patchify
+from .wan22 import WanVAE, as_pictures, patchify
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """How a device goes over its part of frames that are cut along `dim` (of BTHWC), in latent positions.
 
-    length: of the whole frame. part: the device's own. held: what it has of the decoder's middle after `widen`, which
-    adds what the tiles need beyond the part. tiles: of the part, the last ones may be empty.
+    length: of the whole frame. part: the device's own positions. tiles: those of each tile; the last tiles may be
+    empty. widen: adds to the part of the decoder's middle what the tiles need beyond it. held: positions then.
     """
 
     dim: int
@@ -38,7 +40,7 @@ class Tiling:
 
     @staticmethod
     def of_nothing(tiles: int) -> Tiling:
-        """Of a device that has no part and keeps step with those that have."""
+        """The tiling of a device that has no part, but keeps step with those that have one."""
         nothing = range(0)
         return Tiling(
             dim=2,
@@ -62,7 +64,10 @@ def decode_reach(config: VAEConfig) -> tuple[int, ...]:
 
 
 def encode_reach(config: VAEConfig) -> tuple[int, ...]:
-    """The same of the encoder, the finest level first. All even, so that halving meets the same pairs."""
+    """How many positions around a tile each level of the encoder needs, in its own positions, the finest first.
+
+    All are even, so that halving meets the same pairs.
+    """
     reach, levels = 0, []
     for stage in reversed(config.encoder_stages):
         if stage.has_resample:

@@ -1,8 +1,8 @@
 """The Wan2.2 VAE (16x16 in space, 4x in time, 48 latent channels) as a plain single-device module.
 
-Covered: reading the configuration from tensor shapes, encoding, and decoding chunk by chunk, so
-that memory does not grow with the number of frames. Not covered: the normalisation of latents
-(latents in and out are raw VAE space), tiling, splitting over devices, the Wan2.1 VAE, training.
+Covered: encoding and decoding one chunk of a video, so that memory does not grow with the number
+of frames. Not covered: the order of the chunks (run.py), the normalisation of latents (latents in
+and out are raw VAE space), tiling, splitting over devices, the Wan2.1 VAE, training.
 
 Source of the facts: the published Wan2.2 VAE architecture; parameter names are those of its
 checkpoint. T latent frames stand for 4 * T - 3 pixel frames: the first latent frame is one pixel
@@ -14,16 +14,12 @@ inside the network is BTHWC, see layers.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final
-
 import torch
 from torch import Tensor, nn
 
-from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.model_file.shown import listed
-from workers.vae.layers import (
+from comfy_wan_dist.mesh.vae_shape import PATCH, PATCH_DIM, StageConfig, VAEConfig
+
+from .layers import (
     CausalConv3d,
     ChannelNorm,
     Downsample,
@@ -37,203 +33,6 @@ from workers.vae.layers import (
     average_down,
     norm_act_conv,
 )
-
-# 2 x 2 pixels of 3 colours are one position of the network.
-PATCH: Final = 2
-PATCH_DIM: Final = 3 * PATCH**2
-
-_REMEDY: Final = "choose the Wan2.2 VAE in its original layout, wan2.2_vae.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VAEConfig:
-    """Sizes of a Wan2.2 VAE; the defaults are those of the published file.
-
-    Attributes:
-        encoder_dim, decoder_dim: channels at the finest level.
-        dim_mult: width of each level, finest first, in multiples of these.
-        encoder_res_blocks, decoder_res_blocks: residual blocks per level.
-        temporal_levels: for each step between levels, finest first, whether it halves the frames.
-
-    Raises: ValueError if the sizes do not fit each other.
-    """
-
-    z_dim: int = 48
-    encoder_dim: int = 160
-    decoder_dim: int = 256
-    dim_mult: tuple[int, ...] = (1, 2, 4, 4)
-    encoder_res_blocks: int = 2
-    decoder_res_blocks: int = 3
-    temporal_levels: tuple[bool, ...] = (False, True, True)
-
-    def __post_init__(self) -> None:
-        sizes = (self.z_dim, self.encoder_dim, self.decoder_dim, *self.dim_mult)
-        if min(*sizes, self.encoder_res_blocks, self.decoder_res_blocks) < 1:
-            raise ValueError(f"sizes must be positive, got {self}")
-        if len(self.temporal_levels) != len(self.dim_mult) - 1:
-            raise ValueError(
-                f"temporal_levels has {len(self.temporal_levels)} entries, but "
-                f"{len(self.dim_mult)} levels have {len(self.dim_mult) - 1} steps between them"
-            )
-        for stage in self.encoder_stages:
-            if stage.in_dim * stage.places % stage.out_dim:
-                raise ValueError(f"no shortcut can be formed around an encoder stage: {stage}")
-        for stage in self.decoder_stages[:-1]:
-            share = stage.in_dim // stage.out_dim
-            if stage.in_dim % stage.out_dim or stage.places % share:
-                raise ValueError(f"no shortcut can be formed around a decoder stage: {stage}")
-
-    @property
-    def spatial_factor(self) -> int:
-        """Pixel rows (and columns) per latent row."""
-        return int(PATCH * 2 ** len(self.temporal_levels))
-
-    @property
-    def temporal_factor(self) -> int:
-        """Pixel frames per latent frame after the first."""
-        return int(2 ** sum(self.temporal_levels))
-
-    @property
-    def encoder_stages(self) -> tuple[StageConfig, ...]:
-        """Stages of the encoder in order of execution."""
-        dims = [self.encoder_dim * mult for mult in (1, *self.dim_mult)]
-        return self._stages(dims, self.temporal_levels, self.encoder_res_blocks)
-
-    @property
-    def decoder_stages(self) -> tuple[StageConfig, ...]:
-        """Stages of the decoder in order of execution."""
-        dims = [self.decoder_dim * mult for mult in (self.dim_mult[-1], *self.dim_mult[::-1])]
-        return self._stages(dims, self.temporal_levels[::-1], self.decoder_res_blocks)
-
-    @staticmethod
-    def _stages(
-        dims: list[int], temporal: tuple[bool, ...], res_blocks: int
-    ) -> tuple[StageConfig, ...]:
-        resampled = [(2 if is_temporal else 1, 2) for is_temporal in temporal]
-        return tuple(
-            StageConfig(
-                in_dim=dims[i],
-                out_dim=dims[i + 1],
-                res_blocks=res_blocks,
-                time_factor=time_factor,
-                space_factor=space_factor,
-            )
-            for i, (time_factor, space_factor) in enumerate([*resampled, (1, 1)])
-        )
-
-    @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> VAEConfig:
-        """Read the sizes from a file's tensor shapes, by official names.
-
-        Raises: ModelFileError unless the tensors are exactly those of a Wan2.2 VAE.
-        """
-        config = _read_config(shapes)
-        expected = expected_shapes(config)
-        missing = sorted(expected.keys() - shapes.keys())
-        if missing:
-            raise ModelFileError(
-                f"The VAE file lacks {len(missing)} of {len(expected)} tensors, the first is "
-                f"{missing[0]}; it may be cut off, so download it again or {_REMEDY}."
-            )
-        extra = sorted(shapes.keys() - expected.keys())
-        if extra:
-            raise ModelFileError(
-                f"The VAE file has {len(extra)} tensors that a Wan2.2 VAE does not have, "
-                f"{listed(extra)}; {_REMEDY}."
-            )
-        for name, shape in expected.items():
-            if tuple(shapes[name]) != shape:
-                raise _shape_error(name, shapes[name], str(list(shape)))
-        return config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageConfig:
-    """One level of the encoder or decoder with the step to the next.
-
-    Attributes: time_factor, space_factor (1 or 2: what the step multiplies or divides by).
-    """
-
-    in_dim: int
-    out_dim: int
-    res_blocks: int
-    time_factor: int
-    space_factor: int
-
-    @property
-    def has_resample(self) -> bool:
-        return self.space_factor > 1
-
-    @property
-    def places(self) -> int:
-        """Positions in a block of frames, rows and columns that the step merges or makes."""
-        return self.time_factor * self.space_factor**2
-
-
-def _read_config(shapes: Mapping[str, tuple[int, ...]]) -> VAEConfig:
-    _shape(shapes, "decoder.upsamples.0.upsamples.0.residual.2.weight", 5)
-    z_dim = _shape(shapes, "conv2.weight", 5)[0]
-    encoder_dim = _shape(shapes, "encoder.conv1.weight", 5)[0]
-    decoder_dim = _shape(shapes, "decoder.head.2.weight", 5)[1]
-    levels = _count(shapes, "encoder.downsamples.{}.downsamples.0.residual.2.weight")
-    dim_mult: list[int] = []
-    for level in range(levels):
-        name = f"encoder.downsamples.{level}.downsamples.0.residual.2.weight"
-        shape = _shape(shapes, name, 5)
-        if encoder_dim < 1 or shape[0] % encoder_dim:
-            raise _shape_error(name, shape, f"a multiple of {encoder_dim} in front")
-        dim_mult.append(shape[0] // encoder_dim)
-    res_blocks = _count(shapes, "encoder.downsamples.0.downsamples.{}.residual.2.weight")
-    try:
-        return VAEConfig(
-            z_dim=z_dim,
-            encoder_dim=encoder_dim,
-            decoder_dim=decoder_dim,
-            dim_mult=tuple(dim_mult),
-            encoder_res_blocks=res_blocks,
-            decoder_res_blocks=_count(shapes, "decoder.upsamples.0.upsamples.{}.residual.2.weight"),
-            temporal_levels=tuple(
-                f"encoder.downsamples.{level}.downsamples.{res_blocks}.time_conv.weight" in shapes
-                for level in range(levels - 1)
-            ),
-        )
-    except ValueError as error:
-        raise ModelFileError(
-            f"The tensor shapes of the VAE file do not form a Wan2.2 VAE ({error}); {_REMEDY}."
-        ) from error
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], name: str, dims: int) -> tuple[int, ...]:
-    shape = shapes.get(name)
-    if shape is None:
-        raise ModelFileError(
-            f"The VAE file lacks the tensor {name}; it may be cut off, so download it again or "
-            f"{_REMEDY}."
-        )
-    if len(shape) != dims:
-        raise _shape_error(name, shape, f"{dims} dimensions")
-    return tuple(shape)
-
-
-def _shape_error(name: str, got: tuple[int, ...], allowed: str) -> ModelFileError:
-    return ModelFileError(
-        f"Tensor {name} of the VAE file has shape {list(got)}, but the Wan2.2 VAE needs {allowed}; "
-        f"{_REMEDY}."
-    )
-
-
-def _count(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> int:
-    count = 0
-    while pattern.format(count) in shapes:
-        count += 1
-    return count
-
-
-def expected_shapes(config: VAEConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the checkpoint, by name. Allocates nothing."""
-    with torch.device("meta"):
-        model = WanVAE(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def patchify(x_bcfhw: Tensor) -> Tensor:
@@ -256,16 +55,18 @@ def as_pictures(x_bthwc: Tensor) -> Tensor:
     return unpatchify(x_bthwc.clamp_(-1, 1))
 
 
+def _residual_blocks(stage: StageConfig) -> nn.ModuleList:
+    dims = [stage.in_dim] + [stage.out_dim] * stage.res_blocks
+    return nn.ModuleList(map(ResidualBlock, dims[:-1], dims[1:]))
+
+
 class DownStage(nn.Module):
     """Residual blocks and a downsampling step, around an averaging shortcut."""
 
     def __init__(self, config: StageConfig) -> None:
         super().__init__()
         self.config = config
-        dims = [config.in_dim] + [config.out_dim] * config.res_blocks
-        self.downsamples = nn.ModuleList(
-            ResidualBlock(dims[i], dims[i + 1]) for i in range(config.res_blocks)
-        )
+        self.downsamples = _residual_blocks(config)
         if config.has_resample:
             self.downsamples.append(Downsample(config.out_dim, config.time_factor > 1))
 
@@ -288,10 +89,7 @@ class UpStage(nn.Module):
     def __init__(self, config: StageConfig) -> None:
         super().__init__()
         self.config = config
-        dims = [config.in_dim] + [config.out_dim] * config.res_blocks
-        self.upsamples = nn.ModuleList(
-            ResidualBlock(dims[i], dims[i + 1]) for i in range(config.res_blocks)
-        )
+        self.upsamples = _residual_blocks(config)
         if config.has_resample:
             self.upsamples.append(Upsample(config.out_dim, config.time_factor > 1))
 
@@ -427,55 +225,3 @@ class WanVAE(nn.Module):
         """The encoder's output as the raw mean [B, z_dim, T, h, w]."""
         mean_bthwc: Tensor = self.conv1(x_bthwc)[..., : self.config.z_dim]
         return mean_bthwc.movedim(-1, 1).contiguous()
-
-    def decode_chunks(self, z_bcthw: Tensor) -> Iterator[Tensor]:
-        """Decode one latent frame at a time; yield [B, 3, 1, H, W], then [B, 3, 4, H, W] each.
-
-        z is raw VAE space, [B, z_dim, T, h, w] with T >= 1. Pixels are in [-1, 1].
-
-        Raises: ValueError for another shape.
-        """
-        if z_bcthw.ndim != 5 or z_bcthw.shape[1] != self.config.z_dim or 0 in z_bcthw.shape:
-            raise ValueError(
-                f"z has shape {list(z_bcthw.shape)}, expected [B, {self.config.z_dim}, T, h, w]"
-            )
-        return self._decode_run(z_bcthw)
-
-    def _decode_run(self, z_bcthw: Tensor) -> Iterator[Tensor]:
-        history = FrameHistory()
-        for frame_bcthw in torch.split(z_bcthw, 1, dim=2):
-            yield self.decode_chunk(frame_bcthw, history)
-            history.next_chunk()
-
-    def decode(self, z_bcthw: Tensor) -> Tensor:
-        """Decode raw latents [B, z_dim, T, h, w] to pixels [B, 3, 4 * T - 3, 16 * h, 16 * w]."""
-        return torch.cat(list(self.decode_chunks(z_bcthw)), dim=2)
-
-    def encode_chunks(self, pixels_bcfhw: Tensor) -> Iterator[Tensor]:
-        """Encode 1 pixel frame, then 4 at a time; yield the raw mean [B, z_dim, 1, h, w] of each.
-
-        Pixels are [B, 3, F, H, W] in [-1, 1], F >= 1, H and W multiples of 16. Frames beyond the
-        last full 4 * k + 1 are not encoded.
-
-        Raises: ValueError for another shape.
-        """
-        factor = self.config.spatial_factor
-        shape = pixels_bcfhw.shape
-        if len(shape) != 5 or shape[1] != 3 or 0 in shape or shape[3] % factor or shape[4] % factor:
-            raise ValueError(
-                f"pixels have shape {list(shape)}, expected [B, 3, F, H, W] with H and W "
-                f"multiples of {factor}"
-            )
-        return self._encode_run(pixels_bcfhw)
-
-    def _encode_run(self, pixels_bcfhw: Tensor) -> Iterator[Tensor]:
-        history = FrameHistory()
-        yield self.encode_chunk(pixels_bcfhw[:, :, :1], history)
-        history.next_chunk()
-        step = self.config.temporal_factor
-        for end in range(1 + step, pixels_bcfhw.shape[2] + 1, step):
-            yield self.encode_chunk(pixels_bcfhw[:, :, end - step : end], history)
-
-    def encode(self, pixels_bcfhw: Tensor) -> Tensor:
-        """Encode pixels [B, 3, F, H, W] to raw means [B, z_dim, (F - 1) // 4 + 1, H/16, W/16]."""
-        return torch.cat(list(self.encode_chunks(pixels_bcfhw)), dim=2)

@@ -71,5 +71,5 @@ def apply_vae_split(vae: WanVAE, split: VAESplit, plane: PlaneGroups) -> VAEShar
 
 
 def seeing_whole_frames(vae: WanVAE) -> list[nn.Module]:
-    """What is still cut over the ranks where each decodes tiles of its own."""
+    """The modules that need whole frames, and so are cut over the ranks even where each goes over tiles of its own."""
     return [vae.decoder.conv1, *vae.decoder.middle, *vae.encoder.middle, vae.encoder.head["2"]]

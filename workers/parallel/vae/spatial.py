@@ -30,7 +30,7 @@ from workers.vae.layers import (
 from workers.vae.wan22 import WanVAE
 
 ROW_DIM, COLUMN_DIM = 2, 3
-"""Of BTHWC."""
+"""Dims of BTHWC."""
 
 
 class HaloBorder:
@@ -117,7 +117,7 @@ class GatheredAttention:
 
 
 class WidenedPart:
-    """A rank's part of feature maps and what it needs of other parts around it.
+    """Adds to a rank's part of feature maps what it needs of the parts around it.
 
     Shapes: BTHWC, `dim` from this rank's of `sizes` to the `held` positions. Collectives: one all-gather.
     """
@@ -147,9 +147,9 @@ def apply_spatial_split(
 ) -> None:
     """Let `vae` work on this rank's part of frames that are cut along `dim`.
 
-    sizes: the parts' latent rows or columns; across: the latent's length along the other axis. only: what else than
-    all of `vae` is cut; the rest takes what it gets for whole frames. Holds no parameters: it may be called again for
-    another size. At size 1 the plain network is restored.
+    sizes: the parts' latent rows or columns; across: the latent's length along the other axis. only: the modules that
+    are cut, if not all of `vae`; the others take what they get for whole frames.
+    What an earlier call has replaced is replaced again, for another size too. At size 1 the plain network is restored.
     """
     cut = {module for part in ([vae] if only is None else only) for module in part.modules()}
     for module in vae.modules():

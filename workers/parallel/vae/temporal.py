@@ -17,8 +17,8 @@ from workers.vae.layers import FrameHistory
 class RelayedHistory(FrameHistory):
     """History of one rank of the time axis.
 
-    `chunks` are the ranks' latent frames in each chunk (mesh/vae_split.py): whoever another rank looks back on has as
-    many frames at every level as a convolution looks back.
+    chunks: the ranks' latent frames in each chunk (mesh/vae_split.py). A rank that another one looks back on has at
+    every level as many frames as a convolution looks back.
     Collectives: per convolution one exchange with the next rank and the one before.
     """
 
