@@ -43,14 +43,19 @@ from comfy_wan_dist.mesh.vae_shape import VAE_STRIDE, VAEConfig, pixel_frames
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
+from devtools.mesh_runs import single_groups
 from devtools.vae_runs import decode, whole_share
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
-from workers.model.rope import rope_table
-from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
 from workers.parallel.collectives import lone_rank
 from workers.parallel.compile import compile_blocks
+from workers.sampling.forward import (
+    ForwardInputs,
+    PromptTensors,
+    build_forward,
+    prepare_forward,
+)
 from workers.vae.run import decode_chunks_into, latent_size
 from workers.vae.wan22 import WanVAE
 
@@ -58,6 +63,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 TOTAL_S = 450.0
 PACKAGES = ("torch", "triton", "einops", "safetensors", "accelerate", "numpy")
 TEXT_TOKENS = 512
+TIMESTEP = 750.0
 GIB = 2**30
 
 logger = logging.getLogger(__name__)
@@ -351,18 +357,21 @@ def _build_forward(model: WanModel, grid: LatentGrid, device: torch.device) -> C
     """A forward of an image-to-video step: the first frame has a timestep of its own."""
     generator = torch.Generator().manual_seed(0)
     shape = model.shape
-    tokens = torch.randn(1, grid.tokens, 4 * shape.in_dim, generator=generator).to(device)
-    context = torch.randn(1, TEXT_TOKENS, shape.text_dim, generator=generator).to(device)
-    timesteps = torch.tensor([[0.0, 750.0]], device=device)
-    runs = token_runs((0, *[1] * (grid.frames - 1)), grid, 0, grid.tokens)
-    rope = rope_table(grid, 0, grid.tokens, device=device)
-    text = model.encode_text(context)
-
-    def forward() -> Tensor:
-        velocity: Tensor = model(tokens, timesteps_BR=timesteps, runs=runs, rope=rope, text=text)
-        return velocity
-
-    return forward
+    size = (1, shape.out_dim, grid.frames, 2 * grid.rows, 2 * grid.columns)
+    latent = torch.randn(size, generator=generator)
+    text = torch.randn(1, TEXT_TOKENS, shape.text_dim, generator=generator)
+    frame_mask = torch.ones(1, grid.frames)
+    frame_mask[:, 0] = 0
+    given = ForwardInputs(
+        latent=latent,
+        cond=PromptTensors(text=text, conditions={}),
+        uncond=None,
+        frame_mask=frame_mask,
+    )
+    inputs = prepare_forward(given, shape, single_groups(), device)
+    x = inputs.shard(latent)
+    forward = build_forward(model, inputs, guidance=None)
+    return lambda: forward.predict(x, TIMESTEP)
 
 
 def _longest_kernels(bench: Bench, run: Callable[[], object], count: int = 15) -> list[Result]:

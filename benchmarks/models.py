@@ -17,16 +17,18 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.shards import shard_range
 from devtools.comfy_server import find_comfyui
 from devtools.references import build_diffusers_transformer
 from workers.checkpoint.load import build_model
-from workers.model.rope import rope_table
-from workers.model.tokens import patchify, token_runs
-from workers.model.wan import TextKeysValues
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
-from workers.sampling.denoise import Branch, Conditioning, Guidance, guided_velocity
+from workers.sampling.forward import (
+    Forward,
+    ForwardInputs,
+    PromptTensors,
+    build_forward,
+    prepare_forward,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -81,8 +83,7 @@ class OurForward:
         inputs: Inputs,
         groups: MeshGroups,
     ) -> None:
-        tp, ulysses, cfg = groups.tp, groups.ulysses, groups.cfg
-        self._stages = groups.pp
+        tp = groups.tp
         self._model = build_model(
             workload.shape,
             pp=groups.pp,
@@ -97,34 +98,26 @@ class OurForward:
             if part is not None:
                 full = full.narrow(part.dim, part.start, part.stop - part.start)
             parameter.copy_(full)
-        grid = workload.grid
-        shard = shard_range(grid.tokens, parts=ulysses.size, rank=ulysses.rank)
-        apply_context_parallel(self._model, groups, shard)
-        self._context = inputs.context
-        self._tokens = patchify(inputs.latent)[:, shard.start : shard.stop].contiguous()
-        self._rope = rope_table(grid, shard.start, shard.stop, device=CPU)
-        self._runs = token_runs((0,) * grid.frames, grid, shard.start, shard.stop)
-        self._guidance = Guidance(scale=GUIDANCE_SCALE, planes=cfg) if cfg.size == 2 else None
-        self._text = self._model.encode_text(self._context)
+        prompt = PromptTensors(text=inputs.context, conditions={})
+        self._guidance = GUIDANCE_SCALE if groups.cfg.size == 2 else None
+        given = ForwardInputs(
+            latent=inputs.latent, cond=prompt, uncond=None if self._guidance is None else prompt
+        )
+        self._inputs = prepare_forward(given, workload.shape, groups, CPU)
+        apply_context_parallel(self._model, groups, self._inputs.shards.cp)
+        self._x = self._inputs.shard(inputs.latent)
+        self._forward = self._build()
 
     def __call__(self) -> Tensor:
         """One forward of a step, [1, L_local, P]; the text was encoded before, as in the denoise loop."""
-        return self._forward(self._text)
+        return self._forward.predict(self._x, TIMESTEP)
 
     def with_text(self) -> Tensor:
         """The same with the text encoded anew, as the other implementations do in every forward."""
-        return self._forward(self._model.encode_text(self._context))
+        return self._build().predict(self._x, TIMESTEP)
 
-    def _forward(self, text: tuple[TextKeysValues, ...]) -> Tensor:
-        conditioning = Conditioning(
-            rope=self._rope,
-            runs=self._runs,
-            row_factors=torch.ones(1, 1),
-            branches=(Branch(text=text),),
-        )
-        return guided_velocity(
-            self._model, self._tokens, TIMESTEP, conditioning, self._guidance, self._stages
-        )
+    def _build(self) -> Forward:
+        return build_forward(self._model, self._inputs, guidance=self._guidance)
 
 
 class DiffusersForward:

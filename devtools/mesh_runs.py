@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import (
+    COND,
+    UNCOND,
+    Condition,
     LedgerLine,
     LoraSpec,
     LowNoise,
@@ -30,14 +33,13 @@ from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import build_model, load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
-from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.compile import outside_graphs
-from workers.parallel.groups import PlaneGroups
+from workers.parallel.groups import MeshGroups, PlaneGroups
 from workers.resident.slot import finish_model
 from workers.runner import PlaneRunner
-from workers.sampling.denoise import Conditioning, guided_velocity
-from workers.sampling.run import encode_prompts, gather_tokens, prepare_sample
+from workers.sampling.denoise import KeptTokens
+from workers.sampling.forward import ForwardInputs, PromptTensors, build_forward, prepare_forward
 
 MESHES = (
     "single",
@@ -75,6 +77,7 @@ SOLVERS = ("euler", "uni_pc")
 SIGMAS = (1.0, 0.9375, 0.8333, 0.625, 0.0)
 """Four steps at shift 5; ComfyUI's `simple` gives nearly these."""
 GUIDANCE = 5.0
+FORWARD_SIGMA = 0.7
 TEXT_TOKENS = 24
 
 FORWARD_LIMIT = 1e-5
@@ -97,6 +100,14 @@ class Inputs:
     step_noise: Tensor | None = None
     cond_image: Tensor | None = None
     uncond_image: Tensor | None = None
+
+    def prompt(self, branch: str) -> PromptTensors | None:
+        """A branch's text and conditions, if there is the branch."""
+        text = self.cond if branch == COND else self.uncond
+        image = self.cond_image if branch == COND else self.uncond_image
+        if text is None:
+            return None
+        return PromptTensors(text=text, conditions={} if image is None else {"image": image})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +293,12 @@ def build_request(
         mask=optional(inputs.mask),
         frame_mask=optional(inputs.frame_mask),
         step_noise=optional(inputs.step_noise),
-        cond_image=optional(inputs.cond_image),
-        uncond_image=optional(inputs.uncond_image),
+        conditions=tuple(
+            Condition(name=name, branch=branch, tensor=required(tensor))
+            for branch in (COND, UNCOND)
+            if (prompt := inputs.prompt(branch)) is not None
+            for name, tensor in prompt.conditions.items()
+        ),
         low_noise=low_noise,
         result=required(torch.zeros_like(inputs.noisy)),
     )
@@ -302,6 +317,11 @@ def build_local_runner(rank: int, mesh: str, *, machines: int = 1) -> tuple[Plan
         files=GivenFiles(),
     )
     return runner, Agreement(rank=rank, size=degrees.world_size, group=votes)
+
+
+def single_groups() -> MeshGroups:
+    """The groups of a rank that is alone; no process group is needed."""
+    return PlaneGroups(layout=MeshDegrees(), rank=0).for_mesh(MeshDegrees())
 
 
 def mesh_degrees(mesh: str) -> MeshDegrees:
@@ -361,30 +381,26 @@ def forward_rank(
     if compile_backend is None:
         for block in model.blocks.values():
             block.register_forward_hook(lambda _module, _inputs, output: residuals.append(output))
-    schedule = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=GUIDANCE)
-    request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
+    cond = inputs.prompt(COND)
+    assert cond is not None
+    uncond = inputs.prompt(UNCOND)
+    given = ForwardInputs(
+        latent=inputs.noisy, cond=cond, uncond=uncond, frame_mask=inputs.frame_mask
+    )
     with torch.inference_mode():
-        run = prepare_sample(
-            request, model, tensor=lambda ref: tensors[ref.buffer], groups=groups, device=CPU
-        )
-        loaded.fit_to(run.shards, groups)
-        conditioning = Conditioning(
-            rope=run.rope,
-            runs=run.runs,
-            row_factors=run.row_factors,
-            branches=encode_prompts(model, run.prompts),
-        )
+        own = prepare_forward(given, model.shape, groups, CPU)
+        loaded.fit_to(own.shards, groups)
+        forward = build_forward(model, own, guidance=None if uncond is None else GUIDANCE)
         text_ledger = groups.ledger.lines()
         groups.ledger.clear()
-        x = run.x if run.kept is None else run.kept.blend(run.x)
-        velocity = guided_velocity(
-            model, x, schedule.timesteps[0], conditioning, run.guidance, groups.pp
-        )
+        x = own.shard(inputs.noisy)
+        if inputs.clean is not None and inputs.mask is not None:
+            x = KeptTokens(clean=own.shard(inputs.clean), mask=own.shard(inputs.mask)).blend(x)
+        shard = forward.predict(x, 1000 * FORWARD_SIGMA)
         ledger = groups.ledger.lines()
-        tokens = gather_tokens(velocity, run.shards, groups)
-        tokens = groups.dp.gather_rows(tokens, run.samples.sizes)
+        velocity = own.gather(shard)
     return ForwardRun(
-        velocity=unpatchify(tokens, run.grid).contiguous(),
+        velocity=velocity.contiguous(),
         text_ledger=text_ledger,
         ledger=ledger,
         residuals=tuple(residuals),

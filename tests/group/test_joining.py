@@ -25,7 +25,7 @@ from group_kit import Interrupted
 from torch import Tensor
 
 from comfy_wan_dist.group.joining import (
-    BATCH_DIMS,
+    batch_dims,
     is_joinable,
     join_requests,
     split_results,
@@ -43,12 +43,16 @@ from comfy_wan_dist.ipc.errors import (
     WorkerTimeout,
 )
 from comfy_wan_dist.ipc.messages import (
+    COND,
+    UNCOND,
+    Condition,
     Done,
     ModelSpec,
     Progress,
     SampleRequest,
     TensorRef,
     Unload,
+    tensor_refs,
 )
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel, map_buffer
 from comfy_wan_dist.mesh.choice import joint_samples, peak_bytes
@@ -66,11 +70,30 @@ TENSOR_OPTIONS = (
     "mask",
     "frame_mask",
     "uncond",
-    "cond_image",
-    "uncond_image",
+    "conditions.0",
+    "conditions.1",
+    "conditions.2",
     "step_noise",
 )
 SPOILT = 77.0
+CONDITIONS = {
+    "conditions.0": ("image", COND),
+    "conditions.1": ("image", UNCOND),
+    "conditions.2": ("other", COND),
+}
+BATCH_DIMS = {
+    "noisy": 0,
+    "clean": 0,
+    "mask": 0,
+    "frame_mask": 0,
+    "cond": 0,
+    "uncond": 0,
+    "step_noise": 1,
+    "result": 0,
+    "conditions.0": 0,
+    "conditions.1": 0,
+    "conditions.2": 1,
+}
 
 
 # ---- requests
@@ -98,8 +121,9 @@ def make_tensors(
         "frame_mask": noise(batch, latent[1]),
         "cond": noise(text_batch, tokens, 8),
         "uncond": noise(text_batch, tokens, 8),
-        "cond_image": noise(text_batch, 5, *latent[1:]),
-        "uncond_image": noise(text_batch, 5, *latent[1:]),
+        "conditions.0": noise(text_batch, 5, *latent[1:]),
+        "conditions.1": noise(text_batch, 5, *latent[1:]),
+        "conditions.2": noise(2, text_batch, 3),
         "step_noise": noise(STEPS - 1, batch, *latent),
     }
     return {name: tensor for name, tensor in made.items() if name not in leave_out}
@@ -108,8 +132,9 @@ def make_tensors(
 def make_request(id: str, tensors: dict[str, Tensor], parcel: Parcel) -> SampleRequest:
     """Each tensor in a buffer of its own, after one that the request does not name."""
     parcel.pack([torch.zeros(3)])
-    refs: dict[str, TensorRef | None] = dict.fromkeys(TENSOR_OPTIONS)
-    refs |= {name: parcel.pack([tensor])[0] for name, tensor in tensors.items()}
+    sent = {name: parcel.pack([tensor])[0] for name, tensor in tensors.items()}
+    refs: dict[str, Any] = dict.fromkeys(name for name in TENSOR_OPTIONS if "." not in name)
+    refs |= {name: ref for name, ref in sent.items() if "." not in name}
     return SampleRequest(
         id=id,
         model=ModelSpec(path="m", file_bytes=1, mtime_ns=1, dtype="float32", compile=False),
@@ -119,7 +144,12 @@ def make_request(id: str, tensors: dict[str, Tensor], parcel: Parcel) -> SampleR
         timesteps=(1000.0, 900.0, 700.0, 400.0),
         guidance=5.0,
         result=parcel.reserve(tensors["noisy"].shape, torch.float32),
-        **cast(Any, refs),
+        conditions=tuple(
+            Condition(name=kind, branch=branch, tensor=sent[name], batch_dim=BATCH_DIMS[name])
+            for name, (kind, branch) in CONDITIONS.items()
+            if name in sent
+        ),
+        **refs,
     )
 
 
@@ -127,7 +157,10 @@ def sampled(tensors: dict[str, Tensor]) -> Tensor:
     """Depends on every tensor, and for each sample on its own part only."""
     batch = tensors["noisy"].shape[0]
     total = torch.zeros(batch)
-    for weight, (name, tensor) in enumerate(tensors.items(), 2):
+    for weight, name in enumerate(BATCH_DIMS, 2):
+        if name not in tensors:
+            continue
+        tensor = tensors[name]
         rows = tensor.movedim(BATCH_DIMS[name], 0).expand(
             batch, *tensor.movedim(BATCH_DIMS[name], 0).shape[1:]
         )
@@ -165,10 +198,8 @@ class FakeGroup:
                 raise error
             if isinstance(request, SampleRequest):
                 buffers = [map_buffer(fd) for fd in fds]
-                named = {name: getattr(request, name) for name in BATCH_DIMS}
-                tensors = {
-                    name: buffers[ref.buffer].tensor(ref) for name, ref in named.items() if ref
-                }
+                named = tensor_refs(request)
+                tensors = {name: buffers[ref.buffer].tensor(ref) for name, ref in named.items()}
                 tensors.pop("result").copy_(sampled(tensors))
         except BaseException:
             # As the client does: it returns only when no rank works on the job any more.
@@ -303,7 +334,10 @@ def together(*callers: Caller) -> list[Any]:
 
 def test_every_tensor_of_a_request_has_its_batch_dim() -> None:
     named = {f.name for f in fields(SampleRequest) if "TensorRef" in str(f.type)}
-    assert named == set(BATCH_DIMS)
+    assert named == {name for name in BATCH_DIMS if "." not in name}
+    with Parcel(BufferPool()) as parcel:
+        request = make_request("a", make_tensors(1), parcel)
+        assert batch_dims(request) == BATCH_DIMS
 
 
 @pytest.fixture
@@ -364,8 +398,7 @@ def test_joined_request_gives_each_its_samples(
     with Parcel(pool) as own:
         joined = join_requests(requests, [parcel.tensor] * 3, own)
         assert joined.id == "0+1+2"
-        refs = {name: getattr(joined, name) for name in BATCH_DIMS}
-        tensors = {name: own.tensor(ref) for name, ref in refs.items() if ref is not None}
+        tensors = {name: own.tensor(ref) for name, ref in tensor_refs(joined).items()}
         result = tensors.pop("result")
         assert result.shape == (6, *LATENT)
         assert tensors["cond"].shape[0] == 6

@@ -88,7 +88,7 @@ def rope_from_zero() -> AbstractContextManager[Any]:
     def shifted(grid: LatentGrid, start: int, stop: int, *, device: torch.device) -> Tensor:
         return rope_table(grid, 0, stop - start, device=device)
 
-    return mock.patch("workers.sampling.run.rope_table", shifted)
+    return mock.patch("workers.sampling.forward.rope_table", shifted)
 
 
 def frame_rows_from_zero() -> AbstractContextManager[Any]:
@@ -99,7 +99,7 @@ def frame_rows_from_zero() -> AbstractContextManager[Any]:
     ) -> tuple[TokenRun, ...]:
         return token_runs(rows, grid, 0, stop - start)
 
-    return mock.patch("workers.sampling.run.token_runs", shifted)
+    return mock.patch("workers.sampling.forward.token_runs", shifted)
 
 
 def all_frames_on_every_shard() -> AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ def all_frames_on_every_shard() -> AbstractContextManager[Any]:
             for first, last, row in zip(borders, borders[1:], rows, strict=False)
         )
 
-    return mock.patch("workers.sampling.run.token_runs", spread)
+    return mock.patch("workers.sampling.forward.token_runs", spread)
 
 
 def no_guidance_exchange() -> AbstractContextManager[Any]:

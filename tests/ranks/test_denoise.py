@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from comfy_wan_dist.ipc.errors import ConfigError
+from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.solvers.solvers import build_solver
 from devtools.checkpoints import transformer_weights, write_transformer
 from devtools.mesh_runs import (
     SIGMAS,
@@ -36,9 +37,9 @@ from devtools.mesh_runs import (
 from devtools.rank_pool import RankPool
 from workers.model.tokens import grid_of
 from workers.model.wan import WanModel
-from workers.sampling import denoise as denoise_module
-from workers.sampling.denoise import KeptTokens, frame_rows, validate_text
-from workers.sampling.run import validate_latent
+from workers.sampling.conditions import validate_text
+from workers.sampling.denoise import KeptTokens, denoise
+from workers.sampling.forward import Forward, frame_rows, validate_latent
 
 SHAPE = WanShape(dim=256, ffn_dim=192, num_layers=1, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 PLAIN = Case(name="t2v", frames=2, height=4, width=6)
@@ -402,7 +403,7 @@ def test_unload_gives_the_model_back(spec: ModelSpec, monkeypatch: pytest.Monkey
 
 def test_loop_asks_before_every_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    original = denoise_module.guided_velocity
+    original = Forward.predict
 
     def recorded(*arguments: Any) -> Tensor:
         order.append("forward")
@@ -413,8 +414,77 @@ def test_loop_asks_before_every_step(spec: ModelSpec, monkeypatch: pytest.Monkey
             order.append("ask")
             return False
 
-    monkeypatch.setattr(denoise_module, "guided_velocity", recorded)
+    monkeypatch.setattr(Forward, "predict", recorded)
     request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
     runner, agreement = build_local_runner(0, "single")
     runner.run(request, AskedJob(tensors, agreement))  # type: ignore[arg-type]
     assert order == ["ask", "forward"] * 4
+
+
+# ---- observers
+
+
+class Watch:
+    """An observer that keeps what it is told."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self._stop_at = stop_at
+
+    def before_step(self, index: int) -> None:
+        self.heard.append(("before", index))
+        if index == self._stop_at:
+            raise JobCancelled("enough")
+
+    def after_step(self, index: int, x: Tensor, denoised: Tensor) -> None:
+        self.heard.append(("after", index))
+        self.seen.append((x, denoised))
+
+
+class HalfForward:
+    """Stands for a Forward: the velocity is half of x."""
+
+    def predict(self, x: Tensor, timestep: float) -> Tensor:
+        return x / 2
+
+
+def watched(*observers: Watch, kept: KeptTokens | None = None) -> Tensor:
+    return denoise(
+        torch.ones(1, 4, 8),
+        forward_at=lambda index: HalfForward(),  # type: ignore[arg-type, return-value]
+        sigmas=SIGMAS,
+        timesteps=EULER.timesteps,
+        solver=build_solver("euler", sigmas=SIGMAS, step_noise=None),
+        kept=kept,
+        observers=observers,
+    )
+
+
+def test_observers_hear_of_every_step_in_order() -> None:
+    first, second = Watch(), Watch()
+    result = watched(first, second)
+    steps = range(len(SIGMAS) - 1)
+    assert first.heard == second.heard == [(w, i) for i in steps for w in ("before", "after")]
+    for index, (x, denoised) in enumerate(first.seen):
+        assert torch.allclose(denoised, x - SIGMAS[index] * x / 2)
+    assert torch.equal(first.seen[-1][1], result)
+    assert torch.equal(watched(), result)
+
+
+def test_observers_see_kept_tokens_in_x_and_in_the_prediction() -> None:
+    clean, mask = torch.full((1, 4, 8), 9.0), torch.ones(1, 4, 8)
+    mask[:, 0] = 0
+    watch = Watch()
+    watched(watch, kept=KeptTokens(clean=clean, mask=mask))
+    for x, denoised in watch.seen:
+        assert bool((x[:, 0] == 9).all())
+        assert bool((denoised[:, 0] == 9).all())
+
+
+def test_what_an_observer_raises_ends_the_run() -> None:
+    stopping, behind = Watch(stop_at=2), Watch()
+    with pytest.raises(JobCancelled):
+        watched(stopping, behind)
+    assert stopping.heard[-1] == ("before", 2)
+    assert behind.heard[-1] == ("after", 1)

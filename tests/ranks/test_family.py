@@ -54,7 +54,7 @@ from workers.model.tokens import grid_of
 from workers.resident import fit as experts
 from workers.resident import memory as room
 from workers.resident.fit import planned_memory
-from workers.sampling.denoise import validate_image
+from workers.sampling.conditions import validate_conditions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -159,9 +159,9 @@ def test_each_prompt_has_its_image(models: Path) -> None:
 def test_image_that_does_not_suit_the_model_is_refused(
     kind: str, image: tuple[int, ...] | None, words: str
 ) -> None:
-    given = None if image is None else torch.zeros(image)
+    given = {} if image is None else {"image": torch.zeros(image)}
     with pytest.raises(ConfigError, match=words):
-        validate_image(given, KINDS[kind], torch.zeros(2, 16, 3, 6, 6), label="positive")
+        validate_conditions(given, KINDS[kind], torch.zeros(2, 16, 3, 6, 6), label="positive")
 
 
 # ---- two experts

@@ -28,7 +28,7 @@ from workers.checkpoint.sharing import Milestone, build_read_groups
 from workers.job import Job, load_milestone, together
 from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups, PlaneGroups
-from workers.sampling.run import validate_latent
+from workers.sampling.forward import validate_latent
 
 from .fit import margin_for_both, planned_memory, validate_host_memory
 from .free_memory import UNLIMITED, validate_memory

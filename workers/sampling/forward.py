@@ -80,7 +80,7 @@ class RankInputs:
         return own_tokens(whole, self.samples, self.shards).to(self.device, copy=True)
 
     def gather(self, x_BLP: Tensor) -> Tensor:
-        """The latent [B, C, T, h, w] on every rank. Collectives: with sp one gather on tp, then on cp and dp one each."""
+        """The latent [B, C, T, h, w] on every rank. Collectives: a gather on cp, one on dp, and with sp one on tp."""
         groups, rows = self.groups, x_BLP.transpose(0, 1)
         if groups.degrees.sp:
             rows = groups.tp.gather_rows(rows, self.shards.sp.sizes)
@@ -164,7 +164,10 @@ class Forward:
         Collectives: the model's own, those of `forward_in_stages`, and with two branches on a cfg axis of 2 one
         all-gather of [B, L, P] float32.
         """
-        groups, branches = self._inputs.groups, list(zip(self._inputs.branches, self._text, strict=True))
+        groups, branches = (
+            self._inputs.groups,
+            list(zip(self._inputs.branches, self._text, strict=True)),
+        )
         scale = self._guidance
         if scale == 1 and groups.cfg.size == 1:
             branches, scale = branches[:1], None  # the negative prompt would cancel out
@@ -184,7 +187,9 @@ class Forward:
         ]
         if scale is None:
             return predictions[0]
-        cond, uncond = predictions if len(predictions) == 2 else groups.cfg.all_gather(predictions[0])
+        cond, uncond = (
+            predictions if len(predictions) == 2 else groups.cfg.all_gather(predictions[0])
+        )
         return torch.add(uncond, cond - uncond, alpha=scale)
 
 

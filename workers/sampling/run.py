@@ -77,9 +77,7 @@ def prepare_sample(
     )
 
 
-def forward_inputs(
-    request: SampleRequest, tensor: Callable[[TensorRef], Tensor]
-) -> ForwardInputs:
+def forward_inputs(request: SampleRequest, tensor: Callable[[TensorRef], Tensor]) -> ForwardInputs:
     """The request's tensors that its forwards are given."""
 
     def prompt(text: TensorRef, branch: str) -> PromptTensors:

@@ -1,0 +1,76 @@
+"""The VAE that a rank holds between jobs, whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from comfy_wan_dist.ipc.messages import VAESpec
+from workers.checkpoint.files import ModelFiles
+from workers.checkpoint.sharing import build_read_groups
+from workers.checkpoint.vae import build_vae, load_vae_weights, vae_bytes
+from workers.job import Job, load_milestone, together
+from workers.parallel.groups import PlaneGroups
+from workers.vae.wan22 import WanVAE
+
+from .memory import Room
+from .transformers import DTYPES, Transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldVAE:
+    spec: VAESpec
+    vae: WanVAE
+
+
+class ResidentVAE:
+    """The latest VAE, or none. bytes_read: what was asked of files since it was last set to 0."""
+
+    def __init__(
+        self, *, plane: PlaneGroups, local_ranks: int, files: ModelFiles, room: Room
+    ) -> None:
+        """local_ranks: how many of the plane's ranks are on each machine."""
+        self.bytes_read = 0
+        self._plane = plane
+        self._local_ranks = local_ranks
+        self._files = files
+        self._room = room
+        self._held: HeldVAE | None = None
+
+    def have(self, spec: VAESpec, transformers: Transformers, job: Job) -> WanVAE:
+        """The VAE `spec` names, loaded if it is not the one at hand.
+
+        Where it finds no room the transformers' weights go to host memory. Collectives: votes, and those of the load.
+        """
+        if self._held is not None and self._held.spec == spec:
+            return self._held.vae
+        self.clear()
+        dtype: torch.dtype = DTYPES[spec.dtype]
+
+        def spare_memory() -> int:
+            return self._room.usable() - vae_bytes(self._files.read(spec).path, dtype=dtype)
+
+        if job.agree_least(together(job, spare_memory)) < 0:
+            transformers.park(job)
+        vae, entries = together(
+            job,
+            lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._room.device),
+        )
+        sharing = build_read_groups(self._plane, local_ranks=self._local_ranks, is_whole=True)
+
+        def load() -> int:
+            bytes_read = load_vae_weights(
+                vae, entries, sharing=sharing, milestone=load_milestone(job)
+            )
+            self._files.read(spec)  # still the same
+            return bytes_read
+
+        self.bytes_read += together(job, load)
+        self._held = HeldVAE(spec=spec, vae=vae)
+        return vae
+
+    def clear(self) -> None:
+        """Give up the VAE and its memory."""
+        self._held = None
+        self._room.release()

@@ -1,0 +1,143 @@
+"""Decoding and encoding: all ranks of ComfyUI's machine share the work on each video, whatever the mesh."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest
+from comfy_wan_dist.mesh.vae_memory import (
+    Direction,
+    VAEMemory,
+    choose_split_within,
+    refuse_memory,
+)
+from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
+
+from .job import Job, memory_errors, stop_if_asked, together
+from .parallel.groups import PlaneGroups
+from .parallel.vae.share import apply_vae_split
+from .resident.free_memory import UNLIMITED
+from .resident.memory import Room
+from .resident.transformers import Transformers
+from .resident.vae import ResidentVAE
+from .vae.run import (
+    decode_chunks_into,
+    encode_chunks_into,
+    latent_size,
+    validate_decode,
+    validate_encode,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class VAEWork:
+    """What one rank does for the plane's decodes and encodes."""
+
+    def __init__(
+        self,
+        *,
+        plane: PlaneGroups,
+        local_ranks: int,
+        room: Room,
+        vae: ResidentVAE,
+        transformers: Transformers,
+    ) -> None:
+        """local_ranks: how many of the plane's ranks are on each machine. transformers: make room where it is short."""
+        self._plane = plane
+        self._local_ranks = local_ranks
+        self._room = room
+        self._vae = vae
+        self._transformers = transformers
+
+    def decode(self, request: DecodeRequest, job: Job) -> str:
+        """Carry out `request` together with the other ranks; says how they shared the work."""
+        vae = self._vae.have(request.vae, self._transformers, job)
+        latent, result = job.tensor(request.latent), job.tensor(request.result)
+        together(job, lambda: validate_decode(vae.config, latent, result))
+        memory = VAEMemory(
+            direction=Direction.DECODE, dim=vae.config.decoder_dim, item_bytes=vae.dtype.itemsize
+        )
+        split = self._choose_split(latent_size(latent), memory, request.memory_bytes, job)
+        note = self._explain(split)
+        share = apply_vae_split(vae, split, self._plane)
+        chunks = decode_chunks_into(vae, latent, result, share=share, device=self._room.device)
+        advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
+        return note
+
+    def encode(self, request: EncodeRequest, job: Job) -> str:
+        """Carry out `request` together with the other ranks; says how they shared the work."""
+        vae = self._vae.have(request.vae, self._transformers, job)
+        frames, result = job.tensor(request.frames), job.tensor(request.result)
+        together(job, lambda: validate_encode(vae.config, frames, result))
+        memory = VAEMemory(
+            direction=Direction.ENCODE, dim=vae.config.encoder_dim, item_bytes=vae.dtype.itemsize
+        )
+        split = self._choose_split(latent_size(result), memory, request.memory_bytes, job)
+        note = self._explain(split)
+        share = apply_vae_split(vae, split, self._plane)
+        chunks = encode_chunks_into(vae, frames, result, share=share, device=self._room.device)
+        advance("encode", chunks, result.shape[2], job)
+        return note
+
+    def _choose_split(
+        self, size: LatentSize, memory: VAEMemory, budget: int | None, job: Job
+    ) -> VAESplit:
+        """The split of a video that keeps to `budget` and to what every rank has free.
+
+        The transformer's weights go to host memory where that spares tiles. Collectives: votes. Raises ConfigError,
+        InsufficientMemoryError.
+        """
+
+        def choose(free_bytes: int) -> VAESplit | None:
+            return choose_split_within(
+                size,
+                ranks=self._local_ranks,
+                need=memory.bytes,
+                limit=free_bytes if budget is None else min(budget, free_bytes),
+            )
+
+        free_bytes = job.agree_least(together(job, self._free_bytes))
+        split = choose(free_bytes)
+        is_short = split is None or split.tiles > 1
+        if is_short and (budget is None or free_bytes < budget) and self._transformers.park(job):
+            free_bytes = job.agree_least(together(job, self._free_bytes))
+            split = choose(free_bytes)
+        if split is None:
+            raise refuse_memory(
+                size,
+                ranks=self._local_ranks,
+                memory=memory,
+                budget=budget,
+                free_bytes=free_bytes,
+            )
+        return split
+
+    def _free_bytes(self) -> int:
+        if self._plane.rank >= self._local_ranks:
+            return UNLIMITED  # of another machine, whose ranks have no part
+        return self._room.spare()
+
+    def _explain(self, split: VAESplit) -> str:
+        """Only ranks of ComfyUI's machine have a share: the result is in its memory, and they come first."""
+        note = split.explain(self._local_ranks)
+        if self._plane.rank == 0:
+            logger.info("VAE: %s", note)
+        return note
+
+
+def advance(phase: str, chunks: Iterator[int], total: int, job: Job) -> None:
+    """Work through `chunks`, on all ranks side by side, until they have done `total` frames.
+
+    Collectives: one vote before each chunk, and those of the chunk.
+    """
+    done = reported = 0
+    while done < total:
+        if done > reported:
+            job.report(phase, done, total)
+            reported = done
+        stop_if_asked(job)
+        with memory_errors():
+            done = next(chunks)
+    job.report(phase, total, total)
