@@ -41,6 +41,8 @@ ROOMS = (
     f"{WORKERS}.sampling",
     f"{WORKERS}.job",
     f"{WORKERS}.resident",
+    f"{WORKERS}.sample_job",
+    f"{WORKERS}.vae_job",
     f"{WORKERS}.runner",
     f"{WORKERS}.process",
 )
