@@ -17,6 +17,7 @@ from torch import Tensor
 from ..ipc.errors import ConfigError
 from ..mesh.shape import TI2V_CHANNELS, WanShape
 from ..solvers.schedules import Schedule
+from ..solvers.table import find_solver
 
 Latent = Mapping[str, Any]
 
@@ -98,6 +99,8 @@ def prepare_sampling(
         if torch.count_nonzero(samples)
         else samples
     )
+    solver = find_solver(sampler)  # the ranks refuse one that they do not know
+    needs_noise = solver is not None and solver.needs_noise
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
@@ -115,7 +118,7 @@ def prepare_sampling(
         clean=clean if mask is not None else None,
         mask=mask,
         frame_mask=frame_mask,
-        step_noise=_step_noise(noise, seed, schedule) if sampler == "lcm" else None,
+        step_noise=_step_noise(noise, seed, schedule) if needs_noise else None,
     )
 
 

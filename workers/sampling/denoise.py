@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.shape import PATCH_POSITIONS, WanShape
-from comfy_wan_dist.solvers.solvers import Solver
+from comfy_wan_dist.solvers.table import Solver
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.stages import MicroBatch, forward_in_stages

@@ -13,7 +13,7 @@ from comfy_wan_dist.ipc.messages import SampleRequest, TensorRef
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid, validate_model
-from comfy_wan_dist.solvers.solvers import Solver, build_solver, effective_sigmas
+from comfy_wan_dist.solvers.table import Solver, build_solver, effective_sigmas
 from workers.model.rope import rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
 from workers.model.wan import TokenRun, WanModel
