@@ -18,6 +18,7 @@ from ..ipc.errors import ConfigError
 from ..mesh.shape import WanShape
 from ..mesh.vae_shape import TI2V_CHANNELS, VAE_STRIDE
 from ..solvers.schedules import Schedule
+from ..solvers.table import find_solver
 
 Latent = Mapping[str, Any]
 
@@ -99,6 +100,8 @@ def prepare_sampling(
         if torch.count_nonzero(samples)
         else samples
     )
+    solver = find_solver(sampler)  # the ranks refuse one that they do not know
+    needs_noise = solver is not None and solver.needs_noise
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
@@ -116,7 +119,7 @@ def prepare_sampling(
         clean=clean if mask is not None else None,
         mask=mask,
         frame_mask=frame_mask,
-        step_noise=_step_noise(noise, seed, schedule) if sampler == "lcm" else None,
+        step_noise=_step_noise(noise, seed, schedule) if needs_noise else None,
     )
 
 

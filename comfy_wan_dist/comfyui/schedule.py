@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..ipc.errors import ConfigError
 from ..solvers.schedules import Schedule, flow_timesteps, given_sigmas, wan_official
+from ..solvers.table import find_solver, solver_names
 
 OFFICIAL_SCHEDULER = "wan_official"
-SAMPLERS = ("uni_pc", "uni_pc_bh2", "euler", "lcm", "wan_unipc")
 
 
 def list_schedulers() -> list[str]:
@@ -32,21 +32,20 @@ def build_schedule(
         raise ConfigError(
             f"shift is {shift} and denoise {denoise}; shift must be above 0 and denoise from 0 to 1"
         )
-    if sampler not in SAMPLERS:
-        raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(SAMPLERS)}")
+    solver = find_solver(sampler)
+    if solver is None:
+        raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(solver_names())}")
     if scheduler == OFFICIAL_SCHEDULER:
         return wan_official(steps, shift, denoise=denoise)
     if scheduler not in comfy.samplers.SCHEDULER_NAMES:
         raise ConfigError(
             f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}"
         )
-    # The official solver is unknown to KSampler; it takes all sigmas, as euler does.
-    known = "euler" if sampler == "wan_unipc" else sampler
     stock = comfy.samplers.KSampler(
         _FlowModel(shift),
         steps,
         torch.device("cpu"),
-        sampler=known,
+        sampler=solver.stock,
         scheduler=scheduler,
         denoise=denoise,
     )

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 
 from ..comfyui.conditioning import Conditioning, read_prompt
 from ..comfyui.latent import Latent, finish_sampling, prepare_sampling
-from ..comfyui.schedule import SAMPLERS, build_schedule, list_schedulers, sigmas_schedule
+from ..comfyui.schedule import build_schedule, list_schedulers, sigmas_schedule
 from ..ipc.errors import ConfigError
 from ..jobs import session
 from ..jobs.experts import Experts, choose_experts
@@ -18,6 +18,7 @@ from ..jobs.handle import ModelHandle, ResolvedModel
 from ..jobs.pieces import Sampling, build_pieces
 from ..planning.report import job_text
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
+from ..solvers.table import solver_names
 from .load_model import CATEGORY, WanDistModel
 
 NO_PRESET = "off"
@@ -69,7 +70,7 @@ class Sampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "sampler_name",
-                    options=list(SAMPLERS),
+                    options=list(solver_names()),
                     default="uni_pc",
                     tooltip="ComfyUI's samplers by their names; wan_unipc is the UniPC of the official Wan code.",
                 ),

@@ -1,7 +1,7 @@
 """Sigmas and model timesteps of a run, as the sampler nodes put them into a job.
 
 Covered: the official Wan schedule, those of few-step models, and the timesteps that go with sigmas from ComfyUI.
-Not covered: ComfyUI's own schedulers (comfy_adapter.py asks ComfyUI) and solvers (the workers).
+Not covered: ComfyUI's own schedulers (comfyui/schedule.py asks ComfyUI) and solvers (table.py).
 
 Source: Wan2.2, wan/utils/fm_solvers_unipc.py (set_timesteps); ComfyUI 0.3.75, comfy/samplers.py
 (KSampler.set_steps) for the meaning of `denoise`; FastVideo's DMD stage and the inference code of

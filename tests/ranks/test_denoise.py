@@ -19,7 +19,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.solvers.solvers import build_solver
+from comfy_wan_dist.solvers.table import build_solver
 from devtools.checkpoints import transformer_weights, write_transformer
 from devtools.mesh_runs import (
     SIGMAS,

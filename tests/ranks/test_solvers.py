@@ -12,6 +12,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.solvers import solvers
-from comfy_wan_dist.solvers.solvers import SOLVERS, build_solver, effective_sigmas, phi
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.solvers import table, unipc
+from comfy_wan_dist.solvers.table import (
+    SolverKind,
+    StepNoise,
+    build_solver,
+    effective_sigmas,
+    solver_names,
+)
+from comfy_wan_dist.solvers.unipc import phi
+from devtools.checkpoints import write_transformer
+from devtools.mesh_runs import SIGMAS, Case, Schedule, model_spec, sample_rank
 
 REPO = Path(__file__).resolve().parents[2]
 SEED = 1234
@@ -199,7 +210,7 @@ def test_solver_matches_comfyui_in_float64(
     steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(solvers, "_COMFY_UNIPC_DTYPE", torch.float64)
+    monkeypatch.setattr(unipc, "_COMFY_DTYPE", torch.float64)
     dtype, noise = torch.float64, comfyui_results["noise-float64"]
     sigmas = RUNS[run](steps)
     if name.startswith("uni_pc") and sigmas[-1] == 0:
@@ -310,7 +321,7 @@ def test_solver_ends_exactly_on_the_last_prediction(name: str, steps: int) -> No
     assert torch.equal(x, denoised)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", solver_names())
 def test_solver_gives_a_shard_what_it_gives_the_whole(name: str) -> None:
     sigmas = RUNS["full"](6)
     noise = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(i)) for i in range(6)]
@@ -321,7 +332,7 @@ def test_solver_gives_a_shard_what_it_gives_the_whole(name: str) -> None:
     torch.testing.assert_close(part, whole.flatten()[17:101], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", solver_names())
 def test_solver_leaves_its_inputs_alone(name: str) -> None:
     sigmas = RUNS["full"](5)
     solver = build_solver(name, sigmas=sigmas, step_noise=seeded_noise(torch.float32))
@@ -383,7 +394,7 @@ def test_multistep_solver_refuses_steps_out_of_order(name: str, indices: tuple[i
         solver.step(indices[-1], x, x)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("name", solver_names())
 @pytest.mark.parametrize(
     ("sigmas", "word"),
     [
@@ -410,8 +421,49 @@ def test_uni_pc_refuses_a_sigma_below_the_one_it_ends_at() -> None:
 
 
 def test_build_solver_names_the_choices_when_the_name_is_unknown() -> None:
-    with pytest.raises(ConfigError, match="heun.*euler.*wan_unipc"):
+    with pytest.raises(ConfigError, match="heun.*uni_pc, uni_pc_bh2, euler, lcm, wan_unipc"):
         build_solver("heun", sigmas=(1.0, 0.0), step_noise=None)
+
+
+# ------------------------------------------------------------------------------ the table
+
+
+class _Drift:
+    """x, with noise on top of it as long as there is a next step."""
+
+    def __init__(self, sigmas: tuple[float, ...], step_noise: StepNoise | None) -> None:
+        self._sigmas, self._step_noise = sigmas, step_noise
+
+    def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
+        if self._sigmas[index + 1] == 0:
+            return x
+        assert self._step_noise is not None
+        return x + self._step_noise(index)
+
+
+def test_one_line_in_the_table_makes_a_solver_that_is_offered_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drift = SolverKind(name="drift", stock="euler", build=_Drift, needs_noise=True, last_sigma=0.5)
+    monkeypatch.setattr(table, "SOLVERS", (*table.SOLVERS, drift))
+    assert solver_names()[-1] == "drift"
+    shape = WanShape(dim=256, ffn_dim=64, num_layers=1, in_dim=48, out_dim=48, text_dim=16)
+    write_transformer(tmp_path / "m.safetensors", shape, seed=1)
+    spec = model_spec(tmp_path / "m.safetensors")
+    inputs = Case(name="t2v", frames=2, height=4, width=6).inputs(shape)
+    schedule = Schedule(solver="drift", sigmas=SIGMAS, guidance=5.0)
+    with pytest.raises(ConfigError, match="Solver drift adds noise"):
+        sample_rank(0, "single", spec, inputs, schedule)
+    noise = torch.randn(len(SIGMAS) - 2, *inputs.noisy.shape)
+    result, _, _ = sample_rank(0, "single", spec, replace(inputs, step_noise=noise), schedule)
+    # Divided by 1 - last_sigma, as ComfyUI's code around a solver does.
+    torch.testing.assert_close(result, 2 * (inputs.noisy + noise.sum(0)))
+
+
+def test_every_solver_of_comfyui_has_its_own_sigmas() -> None:
+    others = {kind.name: kind.stock for kind in table.SOLVERS if kind.name not in COMFY_SOLVERS}
+    assert others == {"wan_unipc": "euler"}
+    assert all(kind.stock == kind.name for kind in table.SOLVERS if kind.name in COMFY_SOLVERS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.solvers.solvers import Solver
+from comfy_wan_dist.solvers.table import Solver
 
 from .forward import Forward
 

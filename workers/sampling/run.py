@@ -11,7 +11,7 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import COND, UNCOND, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.solvers.solvers import Solver, build_solver, effective_sigmas
+from comfy_wan_dist.solvers.table import Solver, build_solver, effective_sigmas
 from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups
 

@@ -1,20 +1,6 @@
-"""Solvers: from x and the clean prediction at one sigma to x at the next.
+"""UniPC, a multistep predictor-corrector: ComfyUI's and that of the official Wan2.2 code.
 
-Covered: ComfyUI's `euler`, `lcm`, `uni_pc` and `uni_pc_bh2` as they act on flow models
-(x = (1 - sigma) * clean + sigma * noise), and `wan_unipc`, the solver of the official Wan2.2 code.
-One network evaluation per step. Every operation is elementwise, so a solver works on any shard of
-any shape and needs no process group.
-Not covered: guidance, masks, timesteps and the loop itself (denoise.py), schedules (the node side).
-
-Precision: weights are worked out when a solver is built, in float64 but for what ComfyUI's UniPC
-loses in float32 and a like result must lose too; tensors are meant to be fp32.
-
-Sources: Zhao et al., "UniPC" (2023), equations of the data prediction form; ComfyUI 0.3.75,
-comfy/extra_samplers/uni_pc.py and comfy/k_diffusion/sampling.py; Wan2.2,
-wan/utils/fm_solvers_unipc.py. Behaviour only; the tests compare numbers with ComfyUI's functions
-and with diffusers' UniPC, which does what that of Wan2.2 does.
-
-The two UniPC kinds differ in more than their order:
+They differ in more than their order:
 
     kind            lambda             order   last sigma 0         first sigma 1
     uni_pc[_bh2]    -ln s              3       becomes 0.001        as any other
@@ -22,146 +8,36 @@ The two UniPC kinds differ in more than their order:
 
 Both correct x when a step begins: the network sees the predicted x_i, and the prediction m_i that
 it gives improves x_i before x_{i+1} is predicted from it. m_i is not evaluated anew.
+
+Precision: weights are worked out when a run begins, in float64 but for what ComfyUI's UniPC loses
+in float32 and a like result must lose too; tensors are meant to be float32.
+
+Sources: Zhao et al., "UniPC" (2023), equations of the data prediction form; ComfyUI 0.3.75,
+comfy/extra_samplers/uni_pc.py; Wan2.2, wan/utils/fm_solvers_unipc.py. Behaviour only; the tests
+compare numbers with ComfyUI's functions and with diffusers' UniPC, which does what that of Wan2.2
+does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..ipc.errors import ConfigError
 
-SOLVERS: tuple[str, ...] = ("euler", "uni_pc", "uni_pc_bh2", "wan_unipc", "lcm")
-
-_COMFY_UNIPC = ("uni_pc", "uni_pc_bh2")
-
-# ComfyUI writes this value over a last sigma of 0 before it runs its UniPC.
-_COMFY_UNIPC_LAST_SIGMA = 0.001
+COMFY_LAST_SIGMA = 0.001
+"""ComfyUI writes this value over a last sigma of 0 before it runs its UniPC."""
 # ComfyUI then passes sigmas through sqrt(1 - exp(-log(1 + s^2))) in float32, where 1 + 0.001^2 is
 # 1 + 2^-20: what its solver really ends at is 2^-10. With 0.001 the results differ by 1e-4.
-_COMFY_UNIPC_LAST_SOLVER_SIGMA = 2.0**-10
+_COMFY_LAST_SOLVER_SIGMA = 2.0**-10
 # ComfyUI works its UniPC's weights out in this type, and their last moments cancel to nothing but
 # rounding where steps are close: at 20 steps and shift 8 exact weights lead 1e-3 away from it.
 # (A GPU may round some of the operations otherwise than the CPU, which is what is followed here.)
-_COMFY_UNIPC_DTYPE = torch.float32
-
-
-class Solver(Protocol):
-    """One run of one solver; steps are taken in the order 0, 1, ..., N - 1."""
-
-    def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
-        """Return x at sigmas[index + 1].
-
-        x: fp32, any shape and shard; what the previous step returned (the noised latent at
-        index 0), without the clean frames of a mask blended in.
-        denoised: same shape; the clean prediction at sigmas[index], masks blended in.
-        Both may be kept for later steps or returned as they are: do not write into them.
-        """
-        ...
-
-
-def build_solver(
-    name: str, *, sigmas: Sequence[float], step_noise: Callable[[int], Tensor] | None
-) -> Solver:
-    """Build the solver `name` for one run over `sigmas`.
-
-    sigmas: N + 1 values in [0, 1], strictly decreasing; only the last may be 0.
-    step_noise: step_noise(index) returns fresh standard noise shaped like x. Only `lcm` asks for
-    it, once for each step whose next sigma is not 0, in order.
-    Raises ConfigError for an unknown name, for sigmas that no solver can follow, or when `lcm`
-    has no noise.
-    """
-    points = validate_sigmas(sigmas)
-    if name == "euler":
-        return _Euler(points)
-    if name == "lcm":
-        if step_noise is None and (len(points) > 2 or points[-1] > 0):
-            raise ConfigError(
-                f"Solver lcm adds noise after each of its {len(points) - 1} steps but was given "
-                "none; pass step_noise."
-            )
-        return _Lcm(points, step_noise)
-    if name in _COMFY_UNIPC:
-        return _UniPC(_comfy_unipc_rows(points, bh2=name == "uni_pc_bh2"))
-    if name == "wan_unipc":
-        return _UniPC(_wan_unipc_rows(points))
-    raise ConfigError(f"Unknown solver {name!r}; choose one of {', '.join(SOLVERS)}.")
-
-
-def effective_sigmas(name: str, sigmas: Sequence[float]) -> tuple[float, ...]:
-    """Return the sigmas that ComfyUI's code around the solver `name` sees after the run.
-
-    They differ from the given ones where ComfyUI overwrites a last 0. As ComfyUI does for every
-    solver, the caller divides the run's result by (1 - effective_sigmas(...)[-1]).
-    """
-    points = validate_sigmas(sigmas)
-    if name in _COMFY_UNIPC and points[-1] == 0:
-        return (*points[:-1], _COMFY_UNIPC_LAST_SIGMA)
-    return points
-
-
-def validate_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
-    """Return `sigmas` as floats.
-
-    Raises ConfigError unless 1 >= s_0 > s_1 > ... > s_N >= 0 and N >= 1.
-    """
-    points = tuple(float(sigma) for sigma in sigmas)
-    if len(points) < 2:
-        raise ConfigError(
-            f"A run needs at least 2 sigmas (1 step), got {len(points)}; raise the steps or the "
-            "denoise value."
-        )
-    for index, sigma in enumerate(points):
-        if not 0 <= sigma <= 1:  # NaN fails this as well
-            raise ConfigError(
-                f"Sigma {index} is {sigma}, but a flow model's sigmas lie in [0, 1]; "
-                "choose another scheduler."
-            )
-        if index and sigma >= points[index - 1]:
-            raise ConfigError(
-                f"Sigmas must fall at every step, but sigma {index} is {sigma} after "
-                f"{points[index - 1]}; use fewer steps or another scheduler."
-            )
-    return points
-
-
-class _Euler:
-    """x + (s_next - s) * (x - denoised) / s."""
-
-    __slots__ = ("_sigmas",)
-
-    def __init__(self, sigmas: tuple[float, ...]) -> None:
-        self._sigmas = sigmas
-
-    def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
-        sigma, sigma_next = self._sigmas[index], self._sigmas[index + 1]
-        if sigma_next == 0:
-            return denoised  # the formula without its rounding
-        return torch.add(x, x - denoised, alpha=(sigma_next - sigma) / sigma)
-
-
-class _Lcm:
-    """The clean prediction, noised anew to the next sigma."""
-
-    __slots__ = ("_sigmas", "_step_noise")
-
-    def __init__(
-        self, sigmas: tuple[float, ...], step_noise: Callable[[int], Tensor] | None
-    ) -> None:
-        self._sigmas = sigmas
-        self._step_noise = step_noise
-
-    def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
-        sigma_next = self._sigmas[index + 1]
-        if sigma_next == 0:
-            return denoised
-        assert self._step_noise is not None, "build_solver refuses lcm without noise"
-        return torch.add(denoised * (1 - sigma_next), self._step_noise(index), alpha=sigma_next)
+_COMFY_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +54,7 @@ class _Row:
     keep: int
 
 
-class _UniPC:
+class UniPC:
     """A multistep predictor-corrector, given by one row of weights per step.
 
     State: the last corrected x, and at most three clean predictions.
@@ -226,50 +102,54 @@ def _weighted_sum(weights: tuple[float, ...], tensors: tuple[Tensor, ...]) -> Te
     return total
 
 
-def _comfy_unipc_rows(sigmas: tuple[float, ...], *, bh2: bool) -> tuple[_Row, ...]:
-    """Weights of ComfyUI's UniPC: variance exploding, order 3."""
+def comfy_unipc(sigmas: tuple[float, ...], *, bh2: bool) -> UniPC:
+    """ComfyUI's UniPC: variance exploding, order 3. Raises ConfigError for sigmas it cannot tell apart."""
     steps = len(sigmas) - 1
     if sigmas[-1] == 0:
-        if sigmas[-2] <= _COMFY_UNIPC_LAST_SIGMA:
+        if sigmas[-2] <= COMFY_LAST_SIGMA:
             raise ConfigError(
-                f"ComfyUI's uni_pc ends at sigma {_COMFY_UNIPC_LAST_SIGMA} instead of 0, but the "
+                f"ComfyUI's uni_pc ends at sigma {COMFY_LAST_SIGMA} instead of 0, but the "
                 f"sigma before it is {sigmas[-2]}, which must be larger; use fewer steps, another "
                 "scheduler or another solver."
             )
-        sigmas = (*sigmas[:-1], _COMFY_UNIPC_LAST_SOLVER_SIGMA)
+        sigmas = (*sigmas[:-1], _COMFY_LAST_SOLVER_SIGMA)
     if steps == 1:
         # ComfyUI's order is then 0: it evaluates the network once, never uses the answer, and
         # hands back x after a change of variables at one sigma and its inverse at the other.
         scale = math.sqrt((1 + sigmas[1] ** 2) / (1 + sigmas[0] ** 2))
-        return (_Row(corrector=(), predictor=(scale,), keep=0),)
-    return _unipc_rows(
-        sigmas=sigmas,
-        lambdas=_comfy_unipc_lambdas(sigmas),
-        alphas=(1.0,) * len(sigmas),
-        max_order=3,
-        bh2=bh2,
-        rounding=_COMFY_UNIPC_DTYPE,
+        return UniPC((_Row(corrector=(), predictor=(scale,), keep=0),))
+    return UniPC(
+        _rows(
+            sigmas=sigmas,
+            lambdas=_comfy_lambdas(sigmas),
+            alphas=(1.0,) * len(sigmas),
+            max_order=3,
+            bh2=bh2,
+            rounding=_COMFY_DTYPE,
+        )
     )
 
 
-def _comfy_unipc_lambdas(sigmas: tuple[float, ...]) -> tuple[float, ...]:
+def _comfy_lambdas(sigmas: tuple[float, ...]) -> tuple[float, ...]:
     """-ln s by ComfyUI's detour: log(alpha / sqrt(1 - alpha^2)), where alpha = 1 / sqrt(1 + s^2)."""
-    points = torch.tensor(sigmas, dtype=_COMFY_UNIPC_DTYPE, device="cpu")
+    points = torch.tensor(sigmas, dtype=_COMFY_DTYPE, device="cpu")
     log_alpha = 0.5 * torch.log(1 / (points * points + 1))
     log_std = 0.5 * torch.log(1 - torch.exp(2 * log_alpha))
     lambdas: list[float] = (log_alpha - log_std).tolist()
     return tuple(lambdas)
 
 
-def _wan_unipc_rows(sigmas: tuple[float, ...]) -> tuple[_Row, ...]:
-    """Weights of the official UniPC: rectified flow, order 2, bh2."""
-    return _unipc_rows(
-        sigmas=sigmas,
-        lambdas=tuple(_flow_lambda(sigma) for sigma in sigmas),
-        alphas=tuple(1 - sigma for sigma in sigmas),
-        max_order=2,
-        bh2=True,
-        rounding=None,
+def wan_unipc(sigmas: tuple[float, ...]) -> UniPC:
+    """The official code's UniPC: rectified flow, order 2, bh2. Raises ConfigError as `comfy_unipc` does."""
+    return UniPC(
+        _rows(
+            sigmas=sigmas,
+            lambdas=tuple(_flow_lambda(sigma) for sigma in sigmas),
+            alphas=tuple(1 - sigma for sigma in sigmas),
+            max_order=2,
+            bh2=True,
+            rounding=None,
+        )
     )
 
 
@@ -282,7 +162,7 @@ def _flow_lambda(sigma: float) -> float:
     return math.log((1 - sigma) / sigma)
 
 
-def _unipc_rows(
+def _rows(
     *,
     sigmas: tuple[float, ...],
     lambdas: tuple[float, ...],
