@@ -38,18 +38,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.vae_shape import VAE_STRIDE, VAEConfig, pixel_frames
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
 from devtools.mesh_runs import single_groups
 from devtools.vae_runs import decode, whole_share
-from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.load import load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.wan import WanModel
-from workers.parallel.collectives import lone_rank
 from workers.parallel.compile import compile_blocks
+from workers.parallel.parallelize import cut_model
 from workers.sampling.forward import (
     ForwardInputs,
     PromptTensors,
@@ -168,14 +169,7 @@ def measure_parity(bench: Bench) -> Result:
     vae_values = vae_weights(TINY_VAE, seed=1)
 
     def velocity(device: torch.device, dtype: torch.dtype) -> Tensor:
-        model = build_model(
-            TINY_TRANSFORMER,
-            pp=lone_rank("pp"),
-            tp=lone_rank("tp"),
-            fsdp=lone_rank("fsdp"),
-            dtype=dtype,
-            device=device,
-        )
+        model = cut_model(TINY_TRANSFORMER, single_groups(), dtype=dtype, device=device)
         model.load_state_dict(weights)
         return _build_forward(model, PARITY_GRID, device)()
 
@@ -331,13 +325,8 @@ def _forward_result(bench: Bench, seconds: float) -> Result:
 
 
 def _random_transformer(bench: Bench) -> WanModel:
-    model = build_model(
-        bench.sizes.transformer,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
-        dtype=torch.bfloat16,
-        device=bench.device,
+    model = cut_model(
+        bench.sizes.transformer, single_groups(), dtype=torch.bfloat16, device=bench.device
     )
     _fill_randomly(model)
     return model
@@ -397,18 +386,9 @@ def _load_seconds(bench: Bench, path: Path) -> float:
     """From the file's path to weights on the device."""
     start = time.perf_counter()
     file = read_wan_file(read_model_file(str(path)))
-    tp = lone_rank("tp")
-    model = build_model(
-        file.shape,
-        pp=lone_rank("pp"),
-        tp=tp,
-        fsdp=lone_rank("fsdp"),
-        dtype=torch.bfloat16,
-        device=bench.device,
-    )
-    load_weights(
-        model, file, tp=tp, fsdp=lone_rank("fsdp"), sharing=read_alone(), milestone=pass_by
-    )
+    groups = single_groups()
+    model = cut_model(file.shape, groups, dtype=torch.bfloat16, device=bench.device)
+    load_weights(model, file, groups, sharing=read_alone(), milestone=pass_by)
     bench.synchronize()
     return time.perf_counter() - start
 

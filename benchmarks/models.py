@@ -19,9 +19,9 @@ from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.comfy_server import find_comfyui
 from devtools.references import build_diffusers_transformer
-from workers.checkpoint.load import build_model
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
+from workers.parallel.parallelize import cut_model
 from workers.sampling.forward import (
     Forward,
     ForwardInputs,
@@ -83,18 +83,12 @@ class OurForward:
         inputs: Inputs,
         groups: MeshGroups,
     ) -> None:
-        tp = groups.tp
-        self._model = build_model(
-            workload.shape,
-            pp=groups.pp,
-            tp=tp,
-            fsdp=groups.fsdp,
-            dtype=workload.dtype,
-            device=CPU,
-        )
+        self._model = cut_model(workload.shape, groups, dtype=workload.dtype, device=CPU)
         for name, parameter in self._model.named_parameters():
             full = weights[name]
-            part = parameter_slice(name, tuple(full.shape), tp_rank=tp.rank, tp_size=tp.size)
+            part = parameter_slice(
+                name, tuple(full.shape), tp_rank=groups.tp.rank, tp_size=groups.tp.size
+            )
             if part is not None:
                 full = full.narrow(part.dim, part.start, part.stop - part.start)
             parameter.copy_(full)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.vae_parameters import vae_parameters
 from comfy_wan_dist.mesh.vae_shape import VAEConfig
-from comfy_wan_dist.model_file.wan import expected_parameters
 
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=3, in_dim=48, out_dim=48)

@@ -18,8 +18,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from .checkpoint.files import ModelFiles
 from .job import Job, JobStats, Runner
 from .parallel.groups import PlaneGroups
-from .resident.memory import Room
-from .resident.peak_memory import peak_memory, reset_peak_memory
+from .resident.memory import Room, peak_memory, reset_peak_memory
 from .resident.transformers import Transformers
 from .resident.vae import ResidentVAE
 from .sample_job import sample
@@ -61,7 +60,8 @@ class PlaneRunner:
         )
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
-        self._transformers.bytes_read = self._vae.bytes_read = 0
+        self._transformers.start_count()
+        self._vae.bytes_read = 0
         self._plane.ledger.clear()
         reset_peak_memory(self._device)
         note = ""

@@ -17,8 +17,7 @@ from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
 from .job import Job, memory_errors, stop_if_asked, together
 from .parallel.groups import PlaneGroups
 from .parallel.vae.share import apply_vae_split
-from .resident.free_memory import UNLIMITED
-from .resident.memory import Room
+from .resident.memory import UNLIMITED, Room
 from .resident.transformers import Transformers
 from .resident.vae import ResidentVAE
 from .vae.run import (
@@ -101,7 +100,7 @@ class VAEWork:
         free_bytes = job.agree_least(together(job, self._free_bytes))
         split = choose(free_bytes)
         is_short = split is None or split.tiles > 1
-        if is_short and (budget is None or free_bytes < budget) and self._transformers.park(job):
+        if is_short and (budget is None or free_bytes < budget) and self._transformers.offload(job):
             free_bytes = job.agree_least(together(job, self._free_bytes))
             split = choose(free_bytes)
         if split is None:

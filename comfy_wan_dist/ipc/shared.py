@@ -35,6 +35,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from .dtypes import BYTE, COMPUTE, FLOAT64, INT32, INT64
 from .errors import ProtocolError
 from .messages import TensorRef
 
@@ -42,14 +43,8 @@ ALIGNMENT = 64
 MAX_BUFFER_BYTES = 2**40
 MAX_DIMS = 8
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+DTYPES: dict[str, torch.dtype] = {
+    dtype.name: getattr(torch, dtype.name) for dtype in (*COMPUTE, FLOAT64, BYTE, INT32, INT64)
 }
 """What may travel. No bool: a byte other than 0 and 1 in one is undefined behaviour."""
 

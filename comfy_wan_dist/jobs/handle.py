@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
+from ..ipc.dtypes import compute_dtype
 from ..ipc.errors import ConfigError
 from ..ipc.messages import LoraSpec, ModelSpec, VAESpec
 from ..mesh.choice import choose_mesh
@@ -25,10 +26,8 @@ from ..model_file.lora import LoraFile, changed_shape, read_lora
 from ..model_file.vae import read_vae_file
 from ..model_file.wan import read_wan_file, validate_experts
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_STRENGTH = 100.0
 BOTH, HIGH_NOISE, LOW_NOISE = EXPERTS = ("both", "high noise", "low noise")
-FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ def resolve_model(
     loras = tuple(read_lora(each, file.shape) for each in lora_files)
     changed = {name for lora in loras for name in lora.patches}
     shape = changed_shape(file.shape, changed)
-    dtype = resolve_dtype(handle.dtype, devices=devices, file_dtype=file.dtype)
+    dtype = compute_dtype(handle.dtype, is_cuda=devices.kind == "cuda", code=file.dtype)
     device_memory = cuda_memory if devices.kind == "cuda" else None
     low_file = None
     if handle.low_noise_path:
@@ -213,17 +212,8 @@ def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
         path=file.path,
         file_bytes=file.file_bytes,
         mtime_ns=file.mtime_ns,
-        dtype=resolve_dtype(dtype, devices=devices, file_dtype=file_dtype),
+        dtype=compute_dtype(dtype, is_cuda=devices.kind == "cuda", code=file_dtype),
     )
-
-
-def resolve_dtype(asked: str, *, devices: DeviceList, file_dtype: str) -> str:
-    """`auto` is bfloat16 on CUDA; on the CPU the file's own type, or that of what a quantised one leaves in 16 bits."""
-    if asked not in DTYPES:
-        raise ConfigError(f"dtype {asked!r} is not known; choose {', '.join(DTYPES)}")
-    if asked != "auto":
-        return asked
-    return "bfloat16" if devices.kind == "cuda" else FILE_DTYPES.get(file_dtype, "float32")
 
 
 def fingerprint(file: ModelFile) -> str:

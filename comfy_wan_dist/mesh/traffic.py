@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..ipc.dtypes import DTYPE_BYTES
 from ..ipc.messages import LedgerLine
 from .degrees import MeshDegrees
 from .memory import block_bytes, block_packings
 from .shape import HEAD_DIM
-from .workload import DTYPE_BYTES, Counting, PlannedJob, RankShare, rank_share
+from .workload import Counting, PlannedJob, RankShare, rank_share
 
 STATE = "float32"
 """Dtype of latents, predictions and norm sums, whatever the weights' dtype is."""

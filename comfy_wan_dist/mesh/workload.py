@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ..ipc.dtypes import DTYPE_BYTES, require_compute_dtype
 from ..ipc.errors import ConfigError
 from .degrees import MeshDegrees
 from .layout import coordinates
@@ -15,7 +16,6 @@ from .pipeline import stage_blocks
 from .shape import LatentGrid, WanShape
 from .shards import ShardRange, TokenShards, shard_range, token_shards
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_BATCH = 4096
 """As many as ComfyUI's own nodes make in one job. The plan looks at each sample of a batch."""
 TEXT_TOKENS = 512
@@ -51,8 +51,7 @@ class PlannedJob:
     timestep_rows: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"dtype {self.dtype!r} is not known; use {', '.join(DTYPE_BYTES)}")
+        require_compute_dtype(self.dtype)
         if min(self.steps, self.batch, self.grid.tokens) < 1:
             raise ConfigError(
                 f"{self.steps} steps of {self.batch} videos of {self.grid.tokens} tokens cannot be planned; "

@@ -15,19 +15,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..ipc.dtypes import COMPUTE, COMPUTE_CODES, FP8
 from ..ipc.errors import ModelFileError
 from ..mesh.packing import Packing
 from .entry import TensorEntry
 from .names import Naming
 from .shown import shown
 
+FP8_CODES = tuple(dtype.code for dtype in FP8)
 # How many values take how many bytes.
-FLOATS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "BF16": (1, 2),
-}
-FP8 = {"F8_E4M3": (1, 1), "F8_E5M2": (1, 1)}
 BLOCKS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -42,10 +38,10 @@ BLOCKS = {
 }
 PACKINGS = {
     name: Packing(encoding=name, items=items, size=size)
-    for name, (items, size) in (FLOATS | FP8 | BLOCKS).items()
+    for name, (items, size) in ({d.code: (1, d.bytes) for d in (*COMPUTE, *FP8)} | BLOCKS).items()
 }
 
-FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+FORMATS = {dtype.name: dtype.code for dtype in FP8}
 """Formats that newer files name, and the type that their weights must have."""
 METADATA_KEY = "_quantization_metadata"
 MAX_FORMAT_BYTES = 4096
@@ -79,7 +75,7 @@ class StoredTensor:
     @property
     def is_packed(self) -> bool:
         """Whether it stays in memory as it is in the file: every quantised matrix of a linear."""
-        return len(self.shape) == 2 and self.entry.dtype not in FLOATS
+        return len(self.shape) == 2 and self.entry.dtype not in COMPUTE_CODES
 
     @property
     def as_bytes(self) -> TensorEntry:
@@ -117,13 +113,13 @@ def read_encodings(
                     f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
                 )
             scale = _scale_of(layer, entries, label)
-            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
+            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8_CODES)
             if scale is None and must_have and len(entry.shape) == 2:
                 raise ModelFileError(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
+            if scale is not None and (entry.dtype not in FP8_CODES or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
@@ -201,7 +197,7 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
         raise ModelFileError(
             f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
         )
-    if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
+    if any(size != 1 for size in scale.shape) or scale.dtype not in COMPUTE_CODES:
         raise ModelFileError(
             f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
             f"whole weight is supported, so {REMEDY}"

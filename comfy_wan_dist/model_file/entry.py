@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FLOAT_TYPES = ("F32", "F16", "BF16", "F64")
-"""What is read value by value, and so may be stored in more types than a transformer's weights."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:

@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..ipc.dtypes import ITEM_BYTES
 from ..ipc.errors import ModelFileError
 from .entry import TensorEntry
 from .files import GGUF_SUFFIX, files_of
@@ -29,24 +30,6 @@ from .shown import shown
 MAX_HEADER_BYTES = 32 * 2**20
 MAX_DIMS = 16
 PIECE_BYTES = 4096
-
-ITEM_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isclose
 from pathlib import Path
 
+from ..ipc.dtypes import DTYPE_BYTES
 from ..ipc.errors import ConfigError, WanDistError
 from ..ipc.tcp import parse_address
 from ..mesh.degrees import parse_mesh
 from ..mesh.devices import parse_devices
 from ..mesh.shape import KNOWN_MODELS, WanShape, video_grid
 from ..mesh.validate import validate_grid, validate_model
-from ..mesh.workload import DTYPE_BYTES, PlannedJob
+from ..mesh.workload import PlannedJob
 from ..model_file.header import read_model_file
 from ..model_file.wan import read_wan_file
 from .doctor import diagnose, examine, findings_text, free_host_memory

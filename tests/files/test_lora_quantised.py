@@ -20,10 +20,11 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec
 from comfy_wan_dist.mesh.memory import weight_bytes
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.lora import changed_shape, read_lora
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import transformer_weights
 from devtools.loras import Parts, PartsMaker, merged, mixed_lora, spelled
 from devtools.mesh_runs import (

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import KNOWN_MODELS, WanShape
 from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
@@ -31,7 +32,7 @@ from comfy_wan_dist.model_file.header import (
     read_model_file,
 )
 from comfy_wan_dist.model_file.names import PREFIXES
-from comfy_wan_dist.model_file.wan import SUPPORTED, expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import SUPPORTED, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)

@@ -28,9 +28,8 @@ from workers.parallel.vae.spatial import DownsampleBorder, HaloBorder, WidenedPa
 from workers.parallel.vae.temporal import RelayedHistory
 from workers.resident import memory as room
 from workers.resident import slot as loaded
-from workers.resident.free_memory import UNLIMITED
-from workers.resident.offloaded import ParkedWeights
-from workers.resident.peak_memory import peak_memory, reset_peak_memory
+from workers.resident.memory import UNLIMITED, peak_memory, reset_peak_memory
+from workers.resident.offloaded import OffloadedWeights
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -297,7 +296,7 @@ def sample_and_decode(
     ends = []
     with (
         mock.patch.object(room, "has_own_memory", return_value=True),
-        mock.patch.object(loaded, "ParkedWeights", side_effect=lambda x: fail_once(park, x)),
+        mock.patch.object(loaded, "OffloadedWeights", side_effect=lambda x: fail_once(park, x)),
     ):
         for turn in turns:
             request: JobRequest
@@ -307,8 +306,8 @@ def sample_and_decode(
                 request, tensors = build_request(model, inputs, schedule, mesh=mesh)
             error, stats = "no error", JobStats()
             with (
-                mock.patch.object(runner, "_free_for_vae", side_effect=turn.free_bytes),
-                mock.patch.object(runner._room, "usable", side_effect=turn.usable),
+                mock.patch.object(runner._vae_work, "_free_bytes", side_effect=turn.free_bytes),
+                mock.patch.object(runner._vae_work._room, "usable", side_effect=turn.usable),
             ):
                 try:
                     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
@@ -320,10 +319,10 @@ def sample_and_decode(
     return ends
 
 
-def fail_once(errors: list[MemoryError], model: nn.Module) -> ParkedWeights:
+def fail_once(errors: list[MemoryError], model: nn.Module) -> OffloadedWeights:
     if errors:
         raise errors.pop()
-    return ParkedWeights(model)
+    return OffloadedWeights(model)
 
 
 LARGE = 64 * 2**20

@@ -24,11 +24,12 @@ from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
 from comfy_wan_dist.ipc.messages import LowNoise, ModelSpec
 from comfy_wan_dist.jobs.experts import choose_experts
 from comfy_wan_dist.jobs.handle import ModelHandle, ResolvedModel, resolve_model
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.traffic import predict_ledger
 from comfy_wan_dist.mesh.workload import PlannedJob
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer

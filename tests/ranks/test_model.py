@@ -5,8 +5,8 @@ float32 on the CPU, tiny width; 16-bit weights only as far as their dtypes go.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comfy_wan_dist.mesh.parameters import PLAN, Cut, cut_of, parameter_slice
+from comfy_wan_dist.mesh.parameters import (
+    BLOCK,
+    OUTSIDE,
+    Cut,
+    cut_of,
+    expected_parameters,
+    find_parameter,
+    parameter_slice,
+)
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
-from devtools.mesh_runs import relative_error
+from devtools.mesh_runs import relative_error, single_groups
 from devtools.references import build_diffusers_transformer
-from workers.checkpoint.load import build_model
 from workers.model.rope import apply_rope, rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
 from workers.model.wan import (
@@ -32,7 +38,7 @@ from workers.model.wan import (
     scale_rms,
     sinusoid,
 )
-from workers.parallel.collectives import lone_rank
+from workers.parallel.parallelize import cut_model
 
 CPU = torch.device("cpu")
 LIMIT = 1e-4
@@ -53,14 +59,7 @@ SHAPES = {
 def build(
     shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> WanModel:
-    model = build_model(
-        shape,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
-        dtype=dtype,
-        device=CPU,
-    )
+    model = cut_model(shape, single_groups(), dtype=dtype, device=CPU)
     model.load_state_dict(weights)
     return model
 
@@ -152,11 +151,9 @@ def test_one_prompt_serves_a_batch(pair: tuple[WanModel, Any]) -> None:
 
 
 def test_parameters_have_the_official_names_and_shapes() -> None:
-    model = build_model(
+    model = cut_model(
         TINY_TRANSFORMER,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
+        single_groups(),
         dtype=torch.float32,
         device=torch.device("meta"),
     )
@@ -271,15 +268,24 @@ def test_rope_turns_pairs_by_frame_row_and_column() -> None:
 # ---- plan
 
 
-def test_every_parameter_matches_exactly_one_line_of_the_plan() -> None:
-    modules = {name.rpartition(".")[0] for name in expected_parameters(TINY_TRANSFORMER)}
-    for module in modules:
-        assert sum(re.fullmatch(pattern, module) is not None for pattern, _ in PLAN) == 1, module
-    for pattern, _ in PLAN:
-        assert any(re.fullmatch(pattern, module) for module in modules), f"{pattern} is of no use"
+def test_every_parameter_matches_exactly_one_line_of_the_table() -> None:
+    lines = [each.name for each in (*BLOCK, *OUTSIDE)]
+    assert len(set(lines)) == len(lines)
+    found = {find_parameter(name).name for name in expected_parameters(TINY_TRANSFORMER)}
+    assert found == set(lines)
 
 
-def test_plan_does_not_know_other_modules() -> None:
+@pytest.mark.parametrize(
+    "shape", [TINY_TRANSFORMER, replace(TINY_TRANSFORMER, in_dim=36, out_dim=16)]
+)
+def test_table_is_what_the_model_has(shape: WanShape) -> None:
+    with torch.device("meta"):
+        model = WanModel(shape)
+    found = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert found == expected_parameters(shape)
+
+
+def test_table_does_not_know_other_modules() -> None:
     for name in (
         "blocks.0.self_attn",
         "blocks.0.ffn.1",
@@ -287,7 +293,7 @@ def test_plan_does_not_know_other_modules() -> None:
         "blocks.0.cross_attn.k_img",
         "blocks.x.ffn.0",
     ):
-        with pytest.raises(KeyError, match="matches 0 lines"):
+        with pytest.raises(KeyError, match="is no parameter of a Wan"):
             cut_of(name)
 
 
@@ -295,8 +301,8 @@ def test_plan_cuts_what_megatron_cuts() -> None:
     cuts = {cut: set[str]() for cut in Cut}
     for name in expected_parameters(TINY_TRANSFORMER):
         if name.startswith("blocks.1."):
-            module_name = name.rpartition(".")[0]
-            cuts[cut_of(module_name)].add(module_name.removeprefix("blocks.1").removeprefix("."))
+            module_name = name.rpartition(".")[0].removeprefix("blocks.1").removeprefix(".")
+            cuts[find_parameter(name).cut].add(module_name)
     attentions = ("self_attn", "cross_attn")
     assert cuts[Cut.COLUMN] == {f"{a}.{p}" for a in attentions for p in "qkv"} | {"ffn.0"}
     assert cuts[Cut.ROW] == {f"{a}.o" for a in attentions} | {"ffn.2"}

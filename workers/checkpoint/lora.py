@@ -23,7 +23,7 @@ from comfy_wan_dist.model_file.lora_names import Role
 from comfy_wan_dist.model_file.lora_patch import DoraAxis, Factor, Kind, Patch
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import WanModel
-from workers.parallel.collectives import AxisGroup
+from workers.parallel.groups import MeshGroups
 
 from .files import ModelFiles
 from .part import ParameterPart, own_parts
@@ -67,19 +67,18 @@ def merge_changes(
     model: WanModel,
     file: WanFile,
     changes: Changes,
+    groups: MeshGroups,
     *,
     names: Collection[str],
-    tp: AxisGroup,
-    fsdp: AxisGroup,
     sharing: ReadGroups,
     milestone: Milestone,
 ) -> int:
     """Give those parameters of `names` that this rank has the file's values with all changes; returns bytes read.
 
-    An error leaves the model half changed. Collectives: those of the milestones and of `SharedReader`.
+    An error leaves the model changed in part. Collectives: those of the milestones and of `SharedReader`.
     Raises ModelFileError, and ConfigError if a value becomes infinite.
     """
-    parts = [part for part in own_parts(model, file, tp=tp, fsdp=fsdp) if part.name in names]
+    parts = [part for part in own_parts(model, file, groups) if part.name in names]
     with SharedReader(sharing) as reader, torch.no_grad():
         for section, done, total in in_sections(parts, lambda part: part.file_bytes):
             with reader.in_step():

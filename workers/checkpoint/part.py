@@ -19,6 +19,7 @@ from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
+from workers.parallel.groups import MeshGroups
 from workers.quant.pack import pack_q8_0
 from workers.quant.packed import PackedWeight, official_name, packed_weights
 from workers.quant.unpack import unpack_blocks
@@ -155,9 +156,7 @@ class ParameterPart:
         return bool(torch.isfinite(unpack_blocks(place, "Q8_0")).all())
 
 
-def own_parts(
-    model: WanModel, file: WanFile, *, tp: AxisGroup, fsdp: AxisGroup
-) -> Sequence[ParameterPart]:
+def own_parts(model: WanModel, file: WanFile, groups: MeshGroups) -> Sequence[ParameterPart]:
     """What this rank holds, as the sharding plan and fsdp cut it, in the order of the file: one forward pass."""
     packed = packed_weights(model)
     parts = []
@@ -165,12 +164,12 @@ def own_parts(
         name = official_name(held_as)
         stored = file.entries[name]
         cuts = [
-            parameter_slice(name, stored.shape, tp_rank=rank, tp_size=tp.size)
-            for rank in range(tp.size)
+            parameter_slice(name, stored.shape, tp_rank=rank, tp_size=groups.tp.size)
+            for rank in range(groups.tp.size)
         ]
-        cut = cuts[tp.rank]
+        cut = cuts[groups.tp.rank]
         first = cut.start if cut is not None and cut.dim == 0 else 0
-        target, rows = local_part(parameter, fsdp)
+        target, rows = local_part(parameter, groups.fsdp)
         columns = tuple(each for each in cuts if each is not None and each.dim == 1)
         is_shared = target is not parameter
         parts.append(
@@ -180,7 +179,7 @@ def own_parts(
                 target=target,
                 packed=packed.get(name),
                 rows=range(first + rows.start, first + rows.stop),
-                columns=columns[tp.rank] if columns else None,
+                columns=columns[groups.tp.rank] if columns else None,
                 peer_columns=columns,
                 is_shared=is_shared,
                 is_whole=cut is None and not is_shared,

@@ -13,20 +13,15 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from comfy_wan_dist.ipc.dtypes import BYTE, FLOATS, FP8
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.model_file.entry import TensorEntry
 
 BUFFER_BYTES = 16 * 2**20
 
-TORCH_TYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U8": torch.uint8,
+TORCH_TYPES: dict[str, torch.dtype] = {
+    dtype.code: getattr(torch, dtype.name) for dtype in (*FLOATS, *FP8, BYTE)
 }
 
 

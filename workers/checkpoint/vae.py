@@ -13,9 +13,9 @@ from comfy_wan_dist.model_file.entry import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.vae import read_vae_file
 from comfy_wan_dist.model_file.vae_names import official_vae_tensors
+from workers.parallel.parallelize import allocate_parameters
 from workers.vae.wan22 import WanVAE
 
-from .allocate import allocate_parameters
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 

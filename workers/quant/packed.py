@@ -13,6 +13,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from comfy_wan_dist.ipc.dtypes import FP8
 from comfy_wan_dist.mesh.packing import Packing
 from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.model_file.encoding import BLOCKS
@@ -20,7 +21,7 @@ from workers.model.wan import WanModel
 
 from .unpack import unpack_blocks
 
-FP8_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+FP8_TYPES: dict[str, torch.dtype] = {dtype.code: getattr(torch, dtype.name) for dtype in FP8}
 
 
 class PackedWeight(nn.Module):

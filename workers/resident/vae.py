@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from comfy_wan_dist.ipc.messages import VAESpec
 from workers.checkpoint.files import ModelFiles
+from workers.checkpoint.load import torch_dtype
 from workers.checkpoint.sharing import build_read_groups
 from workers.checkpoint.vae import build_vae, load_vae_weights, vae_bytes
 from workers.job import Job, load_milestone, together
@@ -15,7 +14,7 @@ from workers.parallel.groups import PlaneGroups
 from workers.vae.wan22 import WanVAE
 
 from .memory import Room
-from .transformers import DTYPES, Transformers
+from .transformers import Transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +45,13 @@ class ResidentVAE:
         if self._held is not None and self._held.spec == spec:
             return self._held.vae
         self.clear()
-        dtype: torch.dtype = DTYPES[spec.dtype]
+        dtype = torch_dtype(spec.dtype)
 
         def spare_memory() -> int:
             return self._room.usable() - vae_bytes(self._files.read(spec).path, dtype=dtype)
 
         if job.agree_least(together(job, spare_memory)) < 0:
-            transformers.park(job)
+            transformers.offload(job)
         vae, entries = together(
             job,
             lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._room.device),
