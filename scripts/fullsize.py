@@ -33,6 +33,7 @@ from comfy_wan_dist.mesh.memory import weight_bytes
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.leasing import leased
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "fullsize"
 LATENT = (1, 48, 5, 16, 16)
@@ -128,7 +129,7 @@ def measure(path: Path, shape: WanShape, degrees: MeshDegrees) -> Found:
     )
     registry = GroupRegistry()
     try:
-        with registry.lease(spec) as group:
+        with leased(registry, spec) as group:
             return measure_job(group, path, shape)
     finally:
         registry.stop_all()

@@ -1,30 +1,22 @@
 """Which worker groups run: found or started by a spec, ended when others need their devices.
 
-The default registry is the only state that a module of this project holds. Who uses a group leases
-it, so that a lease for the same devices with another mesh waits its turn instead of ending a group
-under a running job.
+Who uses a group leases it, so that a lease for the same devices with another mesh waits its turn instead of ending a
+group under a running job.
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from types import TracebackType
 
 from ..ipc.errors import WorkerStopped
 from .client import WorkerGroup
 from .launch import StartingGroup, StartInterrupted
-from .scheduler import Scheduler
 from .spec import LaunchSpec
-
-POLL_S = 0.05
-EXIT_GRACE_S = 1.0
-
-InterruptCheck = Callable[[], None]
+from .waiting import POLL_S, InterruptCheck, attended, ignore, outlast
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +57,30 @@ class GroupRegistry:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._entries: list[_Entry] = []
-        self.scheduler = Scheduler(self)
 
-    def lease(self, spec: LaunchSpec, *, check_interrupt: InterruptCheck | None = None) -> Lease:
-        """The use of a ready group, for a `with` or `async with` block; finds it or starts it.
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, spec: LaunchSpec, *, check_interrupt: InterruptCheck = ignore
+    ) -> AsyncIterator[WorkerGroup]:
+        """The use of a ready group, for an `async with` block; finds it or starts it.
 
         Entering waits: for the start, and before it for groups on the same devices to become free
         and end. It calls `check_interrupt` at least every 50 ms; if that raises, or the coroutine
         is cancelled, a start that nobody else waits for is called off and leaves nothing behind.
         Inside the block, do not lease another group on the same devices: it waits for this one.
-        Raises WorkerStartError.
+        Raises WorkerStartError, or WorkerStopped for a start that is called off by `stop_all`.
         """
-        return Lease(self, spec, check_interrupt)
+        entry = self._join(spec)
+        try:
+            yield await attended(entry.group, check_interrupt)
+        except StartInterrupted:
+            raise WorkerStopped(
+                "the worker group was stopped while it was starting; run the job again"
+            ) from None
+        finally:
+            self._leave(entry)
+            # Called off or failed: gone before this returns, unless others wait for it too.
+            await outlast(lambda: entry.group.done() or not entry.called_off.is_set())
 
     def running_groups(self) -> tuple[WorkerGroup, ...]:
         with self._changed:
@@ -85,7 +89,6 @@ class GroupRegistry:
 
     def stop_all(self, *, grace_s: float = 5.0) -> None:
         """End every group and start; wait until nothing is left. Jobs raise WorkerStopped."""
-        self.scheduler.call_off_waiting()
         with self._changed:
             entries = list(self._entries)
             for entry in entries:
@@ -100,7 +103,7 @@ class GroupRegistry:
         with self._changed:
             self._drop_ended()
 
-    # ---- for Lease --------------------------------------------------------------------------------
+    # ---- entries ----------------------------------------------------------------------------------
 
     def _join(self, spec: LaunchSpec) -> _Entry:
         """Count one lease more on an entry for `spec`, a new one if need be. Does not wait."""
@@ -175,96 +178,9 @@ class GroupRegistry:
         self._entries = [entry for entry in self._entries if not entry.is_over()]
 
 
-class Lease:
-    """See GroupRegistry.lease. For one use."""
-
-    def __init__(
-        self, registry: GroupRegistry, spec: LaunchSpec, check_interrupt: InterruptCheck | None
-    ) -> None:
-        self._registry = registry
-        self._spec = spec
-        self._check_interrupt = check_interrupt or (lambda: None)
-        self._entry: _Entry | None = None
-
-    def __enter__(self) -> WorkerGroup:
-        self._entry = entry = self._registry._join(self._spec)
-        done = threading.Event()
-        entry.group.add_done_callback(lambda _: done.set())
-        try:
-            while not done.wait(POLL_S):
-                self._check_interrupt()
-            return _result(entry)
-        except BaseException:
-            self._leave()
-            # Called off or failed: gone before this returns, unless others wait for it too.
-            while entry.called_off.is_set() and not done.wait(POLL_S):
-                pass
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
-
-    async def __aenter__(self) -> WorkerGroup:
-        self._entry = entry = self._registry._join(self._spec)
-        try:
-            while not entry.group.done():
-                await asyncio.sleep(POLL_S)
-                self._check_interrupt()
-            return _result(entry)
-        except BaseException:
-            self._leave()
-            while entry.called_off.is_set() and not entry.group.done():
-                try:
-                    await asyncio.sleep(POLL_S)
-                except asyncio.CancelledError:
-                    continue
-            raise
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._entry is not None:
-            self._registry._leave(self._entry)
-            self._entry = None
-
-
-def _result(entry: _Entry) -> WorkerGroup:
-    try:
-        return entry.group.result()
-    except StartInterrupted:
-        raise WorkerStopped(
-            "the worker group was stopped while it was starting; run the job again"
-        ) from None
-
-
 def _finished_start(entry: _Entry) -> WorkerGroup | None:
     """Wait for the end of a start, which is over soon once it is called off."""
     try:
         return entry.group.result()
     except BaseException:
         return None
-
-
-_default_registry: GroupRegistry | None = None
-_default_registry_lock = threading.Lock()
-
-
-def default_registry() -> GroupRegistry:
-    """ComfyUI's registry, made at the first call; its groups end with the process."""
-    global _default_registry
-    with _default_registry_lock:
-        if _default_registry is None:
-            _default_registry = GroupRegistry()
-            atexit.register(_default_registry.stop_all, grace_s=EXIT_GRACE_S)
-        return _default_registry

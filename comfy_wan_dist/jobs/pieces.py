@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comfyui.conditioning import Prompt
 from ..comfyui.latent import SamplingTensors
-from ..group.scheduler import Piece
+from ..group.queue import Piece
 from ..ipc.messages import COND, UNCOND, Condition, SampleRequest, TensorRef
 from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes

@@ -19,9 +19,10 @@ from torch import Tensor
 from ..comfyui.devices import cuda_devices, free_devices, visible_cuda
 from ..comfyui.execution import ProgressReporter, check_interrupt
 from ..comfyui.folders import log_folder
+from ..group.default import default_groups
 from ..group.progress import overall
-from ..group.registry import default_registry
-from ..group.scheduler import Host, Outcome, Piece, Scheduler
+from ..group.queue import Piece
+from ..group.scheduler import Caller, Outcome, Scheduler
 from ..group.spec import LaunchSpec, plane_specs
 from ..ipc.messages import Progress, TensorRef
 from ..ipc.shared import Parcel
@@ -61,7 +62,7 @@ def planes_of(handle: ModelHandle) -> tuple[LaunchSpec, ...]:
         devices = parse_devices(handle.devices, visible_cuda=visible)
         running = tuple(
             group.spec
-            for group in default_registry().running_groups()
+            for group in default_groups().registry.running_groups()
             if group.spec.used_devices.kind == devices.kind
             and set(group.spec.used_devices.indices) <= set(devices.indices)
         )
@@ -122,12 +123,12 @@ class Session:
                 shown = position
                 bar.update(*position)
 
-        host = Host(
+        caller = Caller(
             on_progress=show,
             check_interrupt=check_interrupt,
             make_room=free_devices,
         )
-        outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, host=host)
+        outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
         for piece, outcome in zip(pieces, outcomes, strict=True):
             logger.info(
                 "[wan-dist] %s on mesh %s%s%s: %.2f s, %d bytes read from disk, peak memory by rank %s GiB",
@@ -150,6 +151,6 @@ class Session:
 @asynccontextmanager
 async def open_session(planes: Sequence[LaunchSpec]) -> AsyncIterator[Session]:
     """A job for any of `planes`. Groups are found or started when a piece needs one."""
-    scheduler = default_registry().scheduler
+    scheduler = default_groups().scheduler
     with scheduler.parcel() as parcel:
         yield Session(scheduler, planes, parcel)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comfyui.folders import model_path
 from ..comfyui.images import fit_images
 from ..comfyui.latent import Latent, latent_for_vae, mean_latent
-from ..group.scheduler import Piece
+from ..group.queue import Piece
 from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest, EncodeRequest
 from ..ipc.shared import split_ref

@@ -24,9 +24,10 @@ from group_kit import (
     wait_until,
 )
 
-from comfy_wan_dist.group import client as client_module
+from comfy_wan_dist.group import supervisor as client_module
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.registry import GroupRegistry
+from comfy_wan_dist.group.waiting import ignore
 from comfy_wan_dist.ipc.errors import (
     JobCancelled,
     WorkerDied,
@@ -34,6 +35,7 @@ from comfy_wan_dist.ipc.errors import (
     WorkerStartError,
     WorkerTimeout,
 )
+from devtools.leasing import leased
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def test_death_of_rank_launcher_and_overload_end_one_group_each(
     spec = stub_spec(log)
 
     # A rank is killed in a job that the others wait in.
-    with registry.lease(spec) as group:
+    with leased(registry, spec) as group:
         first_pids = group.pids
         timer = kill_later(first_pids[2], 0.3)
         started = time.monotonic()
@@ -69,7 +71,7 @@ def test_death_of_rank_launcher_and_overload_end_one_group_each(
     assert_nothing_left(private, first_pids)
 
     # The next lease starts a fresh group. A rank raises what nobody else sees.
-    with registry.lease(spec) as group:
+    with leased(registry, spec) as group:
         assert group.pids != first_pids
         assert torch.equal(ask(group, "echo"), torch.arange(4.0) + 1)
         with pytest.raises(WorkerDied, match=r"(?s)rank 1.*RuntimeError: out of luck.*Traceback"):
@@ -77,7 +79,7 @@ def test_death_of_rank_launcher_and_overload_end_one_group_each(
     assert_nothing_left(private, group.pids)
 
     # The launcher is killed while the group is idle.
-    with registry.lease(spec) as group:
+    with leased(registry, spec) as group:
         os.kill(group.pids[0], signal.SIGKILL)
         assert wait_until(lambda: group.has_ended, 8)
     assert_nothing_left(private, group.pids)
@@ -92,7 +94,7 @@ def test_ranks_that_do_not_stop_when_told_are_ended(
     def interrupt() -> None:
         raise Interrupted
 
-    with registry.lease(stub_spec(tmp_path / "log")) as group:
+    with leased(registry, stub_spec(tmp_path / "log")) as group:
         waiting: list[BaseException] = []
 
         def ask_second() -> None:
@@ -152,7 +154,7 @@ def test_another_mesh_waits_for_the_devices_and_idle_time_ends_its_group(
 def test_stop_ends_a_group_in_the_middle_of_a_job(
     registry: GroupRegistry, private: Path, tmp_path: Path
 ) -> None:
-    with registry.lease(stub_spec(tmp_path / "log", ranks=1)) as group:
+    with leased(registry, stub_spec(tmp_path / "log", ranks=1)) as group:
         stopper = threading.Timer(0.3, registry.stop_all)
         stopper.start()
         with pytest.raises((WorkerDied, JobCancelled)):
@@ -168,7 +170,7 @@ def test_start_that_fails_says_why_and_leaves_nothing(
     log = tmp_path / "log"
     spec = stub_spec(log, build="build_fails")
     with pytest.raises(WorkerStartError, match=r"(?s)The end of .*this rank cannot start"):
-        registry.lease(spec).__enter__()
+        leased(registry, spec).__enter__()
     assert_nothing_left(private)
     assert "this rank cannot start" in log.read_text()
 
@@ -177,7 +179,7 @@ def test_start_has_a_deadline(registry: GroupRegistry, private: Path, tmp_path: 
     spec = stub_spec(tmp_path / "log", ranks=1, build="build_slowly", start_timeout_s=0.7)
     started = time.monotonic()
     with pytest.raises(WorkerStartError, match=r"within 0\.7 s; rank 0"):
-        registry.lease(spec).__enter__()
+        leased(registry, spec).__enter__()
     assert time.monotonic() - started < 8
     assert_nothing_left(private)
 
@@ -189,7 +191,7 @@ def test_start_with_a_python_that_is_not_there(
 
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorkerStartError, match="launched"):
-        registry.lease(replace(stub_spec(tmp_path / "log"), python="/nonexistent")).__enter__()
+        leased(registry, replace(stub_spec(tmp_path / "log"), python="/nonexistent")).__enter__()
     assert_nothing_left(private)
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -226,7 +228,7 @@ def test_interrupted_start_leaves_nothing(
             raise Interrupted
 
     async def enter() -> None:
-        async with registry.lease(spec, check_interrupt=check if how == "async" else None):
+        async with registry.lease(spec, check_interrupt=check if how == "async" else ignore):
             pass
 
     async def enter_and_cancel() -> None:
@@ -240,7 +242,7 @@ def test_interrupted_start_leaves_nothing(
     started = time.monotonic()
     if how == "blocking":
         with pytest.raises(Interrupted):
-            registry.lease(spec, check_interrupt=check).__enter__()
+            leased(registry, spec, check_interrupt=check).__enter__()
     else:
         with pytest.raises((Interrupted, asyncio.CancelledError)):
             asyncio.run(enter() if how == "async" else enter_and_cancel())

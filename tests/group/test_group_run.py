@@ -32,6 +32,7 @@ from comfy_wan_dist.ipc.errors import (
     RemoteError,
 )
 from comfy_wan_dist.ipc.messages import Done, Progress, Unload
+from devtools.leasing import leased
 
 LOOPBACK = {("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")}
 
@@ -52,7 +53,7 @@ def registry() -> Iterator[GroupRegistry]:
 def group(registry: GroupRegistry, spec: LaunchSpec) -> Iterator[WorkerGroup]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", search_path())
-        with registry.lease(spec) as group:
+        with leased(registry, spec) as group:
             yield group
 
 

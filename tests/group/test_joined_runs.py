@@ -24,8 +24,9 @@ from graphs import node, sampled_latent
 from torch import Tensor
 
 from comfy_wan_dist.group.client import WorkerGroup
-from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Host, Outcome, Piece
+from comfy_wan_dist.group.default import WorkerGroups, build_groups
+from comfy_wan_dist.group.queue import Piece
+from comfy_wan_dist.group.scheduler import Caller, Outcome
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import ModelSpec, Progress
@@ -57,10 +58,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def registry() -> Iterator[GroupRegistry]:
-    registry = GroupRegistry()
-    yield registry
-    registry.stop_all()
+def served() -> Iterator[WorkerGroups]:
+    served = build_groups()
+    yield served
+    served.stop_all()
 
 
 @pytest.fixture
@@ -102,10 +103,10 @@ def inputs(
 
 
 @dataclass
-class Caller:
+class SamplerNode:
     """A sampler node with one sample."""
 
-    registry: GroupRegistry
+    served: WorkerGroups
     model: ModelSpec
     folder: Path
     id: str
@@ -122,7 +123,7 @@ class Caller:
         )
         schedule = Schedule(solver=self.solver, sigmas=self.sigmas, guidance=GUIDANCE)
         request, tensors = build_request(self.model, self.inputs, schedule, mesh="pp2")
-        scheduler = self.registry.scheduler
+        scheduler = self.served.scheduler
         with scheduler.parcel() as parcel:
             for tensor in tensors[:-1]:
                 parcel.pack([tensor])  # the n-th tensor in the n-th buffer, as the request says
@@ -131,12 +132,12 @@ class Caller:
                 [plane],
                 [Piece(request=replace(request, id=self.id), cost=1.0, most_samples=2)],
                 parcel.fds,
-                host=Host(on_progress=lambda _, progress: self.on_progress(progress)),
+                caller=Caller(on_progress=lambda _, progress: self.on_progress(progress)),
             )
             return outcome, parcel.tensor(request.result)
 
 
-def run(*callers: Caller) -> list[Any]:
+def run(*callers: SamplerNode) -> list[Any]:
     """All at the same time: (outcome, latent) or the error of each."""
 
     async def main() -> list[Any]:
@@ -151,7 +152,7 @@ def run(*callers: Caller) -> list[Any]:
     ids=["unguided", "guided lcm, different frames given"],
 )
 def test_joined_requests_give_what_each_gives_alone(
-    registry: GroupRegistry,
+    served: WorkerGroups,
     model: ModelSpec,
     tmp_path: Path,
     jobs: list[str],
@@ -159,7 +160,9 @@ def test_joined_requests_give_what_each_gives_alone(
     frame_masks: tuple[Any, Any],
 ) -> None:
     callers = [
-        Caller(registry, model, tmp_path, name, inputs(i, frame_mask=mask, solver=solver), solver)
+        SamplerNode(
+            served, model, tmp_path, name, inputs(i, frame_mask=mask, solver=solver), solver
+        )
         for i, (name, mask) in enumerate(zip("ab", frame_masks, strict=True))
     ]
     alone = [run(caller)[0][1].clone() for caller in callers]
@@ -176,12 +179,12 @@ def test_joined_requests_give_what_each_gives_alone(
 
 
 def test_requests_of_unequal_shape_are_not_joined(
-    registry: GroupRegistry, model: ModelSpec, tmp_path: Path, jobs: list[str]
+    served: WorkerGroups, model: ModelSpec, tmp_path: Path, jobs: list[str]
 ) -> None:
     results = run(
         *(
-            Caller(
-                registry,
+            SamplerNode(
+                served,
                 model,
                 tmp_path,
                 name,
@@ -196,40 +199,40 @@ def test_requests_of_unequal_shape_are_not_joined(
 
 
 def test_bad_numbers_of_one_do_not_harm_the_other(
-    registry: GroupRegistry, model: ModelSpec, tmp_path: Path, jobs: list[str]
+    served: WorkerGroups, model: ModelSpec, tmp_path: Path, jobs: list[str]
 ) -> None:
     good, bad = (inputs(seed, frame_mask=None, solver="euler") for seed in (1, 2))
     bad.cond[0, 3, 5] = float("nan")
     callers = [
-        Caller(registry, model, tmp_path, name, given, "euler")
+        SamplerNode(served, model, tmp_path, name, given, "euler")
         for name, given in [("good", good), ("bad", bad)]
     ]
     ((_, expected),) = run(callers[0])
-    pids = [group.pids for group in registry.running_groups()]
+    pids = [group.pids for group in served.registry.running_groups()]
     (outcome, latent), error = run(*callers)
     assert isinstance(error, ConfigError)
     assert outcome.requests == 1
     assert torch.equal(latent, expected)
     assert jobs == ["good", "good+bad", "good", "bad"]
-    assert [group.pids for group in registry.running_groups()] == pids
+    assert [group.pids for group in served.registry.running_groups()] == pids
 
 
 def test_killed_rank_costs_each_a_retry_alone(
-    registry: GroupRegistry, model: ModelSpec, tmp_path: Path, jobs: list[str]
+    served: WorkerGroups, model: ModelSpec, tmp_path: Path, jobs: list[str]
 ) -> None:
     """The run is long enough to be killed in."""
     sigmas = tuple(1 - step / 40 for step in range(41))
 
     def kill(progress: Progress) -> None:
         if progress.phase == "sample" and progress.id == "a+b" and not killed:
-            (group,) = registry.running_groups()
+            (group,) = served.registry.running_groups()
             killed.append(group.pids[2])
             os.kill(killed[0], signal.SIGKILL)
 
     killed: list[int] = []
     callers = [
-        Caller(
-            registry,
+        SamplerNode(
+            served,
             model,
             tmp_path,
             name,

@@ -30,8 +30,9 @@ from comfy_wan_dist.group.joining import (
     join_requests,
     split_results,
 )
+from comfy_wan_dist.group.queue import SETTLE_S, Piece
 from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import SETTLE_S, Host, Outcome, Piece, Scheduler
+from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import (
     ConfigError,
@@ -252,8 +253,8 @@ def fake() -> FakePlanes:
 def scheduler(fake: FakePlanes) -> Iterator[Scheduler]:
     scheduler = Scheduler(cast(GroupRegistry, fake))
     yield scheduler
-    assert scheduler._waiting == []
-    assert scheduler._busy == {}
+    assert scheduler._queue._waiting == []
+    assert scheduler._queue._busy == {}
     assert fake.working == set()
     scheduler.call_off_waiting()  # closes its pool
 
@@ -271,7 +272,7 @@ def stages(count: int = 1, *, kind: str = "cpu") -> tuple[LaunchSpec, ...]:
 
 
 @dataclass
-class Caller:
+class SamplerNode:
     """A sampler node with one piece. `seed` and the options of make_tensors say what it samples."""
 
     scheduler: Scheduler
@@ -293,13 +294,13 @@ class Caller:
             request = replace(make_request(self.id, tensors, parcel), **self.changes)
             parcel.tensor(request.result).fill_(SPOILT)
             piece = Piece(request=request, cost=self.cost, most_samples=self.most_samples)
-            host = Host(
+            host = Caller(
                 on_progress=lambda _, progress: self.progress.append(progress.done),
                 check_interrupt=self._check,
                 make_room=self.make_room,
             )
             try:
-                (outcome,) = await self.scheduler.run(self.planes, [piece], parcel.fds, host=host)
+                (outcome,) = await self.scheduler.run(self.planes, [piece], parcel.fds, caller=host)
             except BaseException:
                 # From here on nobody may write to it, nor read what it held.
                 self.spoilt = parcel.tensor(request.result).fill_(SPOILT)
@@ -320,7 +321,7 @@ class Caller:
         return self.spoilt is not None and bool((self.spoilt == SPOILT).all())
 
 
-def together(*callers: Caller) -> list[Any]:
+def together(*callers: SamplerNode) -> list[Any]:
     """All in one event loop, as nodes of a graph; their outcomes or errors."""
 
     async def main() -> list[Any]:
@@ -456,7 +457,7 @@ def test_runs_are_shared_only_as_far_as_memory_allows() -> None:
 def test_two_nodes_share_a_run_and_each_hears_all_of_it(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    callers = [Caller(scheduler, "a"), Caller(scheduler, "b")]
+    callers = [SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b")]
     outcomes = together(*callers)
     assert fake.runs() == ["a+b"]
     for caller, outcome in zip(callers, outcomes, strict=True):
@@ -473,19 +474,19 @@ def test_two_nodes_share_a_run_and_each_hears_all_of_it(
 def test_node_that_comes_a_moment_later_shares_the_run(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    scheduler._settle_s = 0.4  # on a busy machine a moment may be long
+    scheduler._queue._settle_s = 0.4  # on a busy machine a moment may be long
 
     async def main() -> None:
-        first = asyncio.create_task(Caller(scheduler, "a").run())
+        first = asyncio.create_task(SamplerNode(scheduler, "a").run())
         await asyncio.sleep(0.02)
-        await asyncio.gather(first, Caller(scheduler, "b").run())
+        await asyncio.gather(first, SamplerNode(scheduler, "b").run())
 
     asyncio.run(main())
     assert fake.runs() == ["a+b"]
 
 
 def test_lone_request_is_run_as_it_is(scheduler: Scheduler, fake: FakePlanes) -> None:
-    (outcome,) = together(Caller(scheduler, "a"))
+    (outcome,) = together(SamplerNode(scheduler, "a"))
     assert fake.runs() == ["a"]
     assert outcome.requests == 1
 
@@ -504,7 +505,7 @@ def test_lone_request_is_run_as_it_is(scheduler: Scheduler, fake: FakePlanes) ->
 def test_requests_that_do_not_go_together_take_turns(
     scheduler: Scheduler, fake: FakePlanes, other: dict[str, Any]
 ) -> None:
-    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b", **other))
+    outcomes = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b", **other))
     assert sorted(fake.runs()) == ["a", "b"]
     assert [outcome.requests for outcome in outcomes] == [1, 1]
 
@@ -513,11 +514,11 @@ def test_longest_waiting_join_first_as_far_as_there_is_room(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
     together(
-        Caller(scheduler, "a", most_samples=3),
-        Caller(scheduler, "b", most_samples=3, options={"batch": 2}),
-        Caller(scheduler, "c", most_samples=3, options={"batch": 2}),
-        Caller(scheduler, "d", most_samples=3),
-        Caller(scheduler, "e", most_samples=3, cost=2),
+        SamplerNode(scheduler, "a", most_samples=3),
+        SamplerNode(scheduler, "b", most_samples=3, options={"batch": 2}),
+        SamplerNode(scheduler, "c", most_samples=3, options={"batch": 2}),
+        SamplerNode(scheduler, "d", most_samples=3),
+        SamplerNode(scheduler, "e", most_samples=3, cost=2),
     )
     assert fake.runs() == ["e+a+d", "b", "c"]
 
@@ -525,8 +526,8 @@ def test_longest_waiting_join_first_as_far_as_there_is_room(
 def test_idle_planes_go_before_sharing_and_are_filled_alike(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    def callers(names: str) -> list[Caller]:
-        return [Caller(scheduler, name, planes=stages(2), most_samples=3) for name in names]
+    def callers(names: str) -> list[SamplerNode]:
+        return [SamplerNode(scheduler, name, planes=stages(2), most_samples=3) for name in names]
 
     together(*callers("ab"))
     assert sorted(fake.begun) == [("a", 0), ("b", 2)]
@@ -539,9 +540,9 @@ def test_idle_planes_go_before_sharing_and_are_filled_alike(
 def test_node_of_one_plane_joins_there_only(scheduler: Scheduler, fake: FakePlanes) -> None:
     first, second = stages(2)
     together(
-        Caller(scheduler, "a", planes=(first, second)),
-        Caller(scheduler, "b", planes=(second,)),
-        Caller(scheduler, "c", planes=(second,)),
+        SamplerNode(scheduler, "a", planes=(first, second)),
+        SamplerNode(scheduler, "b", planes=(second,)),
+        SamplerNode(scheduler, "c", planes=(second,)),
     )
     assert sorted(fake.begun) == [("a", 0), ("b+c", 2)]
 
@@ -549,11 +550,11 @@ def test_node_of_one_plane_joins_there_only(scheduler: Scheduler, fake: FakePlan
 def test_threads_with_loops_of_their_own_share_a_run(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    scheduler._settle_s = 0.4
+    scheduler._queue._settle_s = 0.4
     outcomes: dict[str, Any] = {}
-    callers = [Caller(scheduler, name, most_samples=3) for name in "abc"]
+    callers = [SamplerNode(scheduler, name, most_samples=3) for name in "abc"]
 
-    def node(caller: Caller) -> None:
+    def node(caller: SamplerNode) -> None:
         outcomes[caller.id] = together(caller)[0]
 
     threads = [threading.Thread(target=node, args=(caller,)) for caller in callers]
@@ -583,14 +584,14 @@ def test_follower_leaves_alone_and_the_run_goes_on(
         if how == "interrupt" and due:
             raise Interrupted
 
-    leaver = Caller(scheduler, "b", most_samples=3, check=check)
-    others = [Caller(scheduler, name, most_samples=3) for name in "ac"]
+    leaver = SamplerNode(scheduler, "b", most_samples=3, check=check)
+    others = [SamplerNode(scheduler, name, most_samples=3) for name in "ac"]
 
     async def main() -> list[Outcome]:
         first, leaving, third = (
             asyncio.create_task(caller.run()) for caller in (others[0], leaver, others[1])
         )
-        await wait_for(lambda: scheduler._busy if moment == "start" else fake.begun)
+        await wait_for(lambda: scheduler._queue._busy if moment == "start" else fake.begun)
         due.append(True)
         if how == "cancel":
             leaving.cancel()
@@ -627,17 +628,17 @@ def test_leader_that_leaves_does_not_take_the_others_down(
         if how == "interrupt" and due:
             raise Interrupted
 
-    leader = Caller(scheduler, "a", most_samples=3, check=check)
-    others = [Caller(scheduler, name, most_samples=3) for name in "bc"]
+    leader = SamplerNode(scheduler, "a", most_samples=3, check=check)
+    others = [SamplerNode(scheduler, name, most_samples=3) for name in "bc"]
 
     async def main() -> list[Outcome]:
         leading, *following = (asyncio.create_task(c.run()) for c in (leader, *others))
         if moment == "turn":  # the turn is there, and nobody has seen it
-            await wait_for(lambda: len(scheduler._waiting) == 3)
-            scheduler._settle_s = 0.0
-            scheduler._dispatch()
-            scheduler._settle_s = SETTLE_S
-        await wait_for(lambda: fake.begun if moment == "run" else scheduler._busy)
+            await wait_for(lambda: len(scheduler._queue._waiting) == 3)
+            scheduler._queue._settle_s = 0.0
+            scheduler._queue.dispatch()
+            scheduler._queue._settle_s = SETTLE_S
+        await wait_for(lambda: fake.begun if moment == "run" else scheduler._queue._busy)
         due.append(True)
         if how == "cancel":
             leading.cancel()
@@ -663,7 +664,7 @@ def test_each_of_many_that_leave_at_any_moment_harms_no_other() -> None:
     problems: list[BaseException] = []
 
     async def node(name: str, chance: random.Random) -> None:
-        caller = Caller(scheduler, name, most_samples=4, planes=stages(2))
+        caller = SamplerNode(scheduler, name, most_samples=4, planes=stages(2))
         task = asyncio.create_task(caller.run())
         if chance.random() < 0.5:
             await asyncio.sleep(chance.random() * 0.4)
@@ -676,7 +677,7 @@ def test_each_of_many_that_leave_at_any_moment_harms_no_other() -> None:
             assert caller.is_untouched()
             left.append(caller)
 
-    left: list[Caller] = []
+    left: list[SamplerNode] = []
 
     def thread(number: int) -> None:
         chance = random.Random(number)
@@ -699,8 +700,8 @@ def test_each_of_many_that_leave_at_any_moment_harms_no_other() -> None:
     assert sum(ends.values()) == 24
     assert ends["left"] >= 4
     assert sum(count for end, count in ends.items() if end not in ("left", "shared 1")) >= 4
-    assert scheduler._waiting == []
-    assert scheduler._busy == {}
+    assert scheduler._queue._waiting == []
+    assert scheduler._queue._busy == {}
     left.clear()
     gc.collect()
     scheduler.call_off_waiting()
@@ -715,7 +716,7 @@ def test_lost_plane_costs_each_one_retry_alone(
     scheduler: Scheduler, fake: FakePlanes, loss: type[Exception]
 ) -> None:
     fake.behaviour = lambda spec, id: loss("gone") if id in ("a+b", "b") else None
-    good, bad = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    good, bad = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b"))
     assert good.requests == 1
     assert isinstance(bad, loss)
     assert fake.runs() == ["a+b", "a", "b"]
@@ -724,7 +725,7 @@ def test_lost_plane_costs_each_one_retry_alone(
 def test_lost_plane_is_left_for_another(scheduler: Scheduler, fake: FakePlanes) -> None:
     both = stages(2)
     fake.behaviour = lambda spec, id: WorkerDied("ill") if spec.key == both[0].key else None
-    together(*(Caller(scheduler, name, planes=both) for name in "abcd"))
+    together(*(SamplerNode(scheduler, name, planes=both) for name in "abcd"))
     assert fake.begun[:2] == [("a+c", 0), ("b+d", 2)]
     assert sorted(fake.begun[2:]) == [("a", 2), ("c", 2)]
 
@@ -734,16 +735,16 @@ def test_group_that_does_not_start_leaves_all_its_members_to_the_others(
 ) -> None:
     both = stages(2)
     fake.fails_to_start = lambda spec: spec.key == both[0].key
-    together(*(Caller(scheduler, name, planes=both) for name in "abcd"))
+    together(*(SamplerNode(scheduler, name, planes=both) for name in "abcd"))
     assert {plane for _, plane in fake.begun} == {2}
     fake.fails_to_start = lambda spec: True
-    outcomes = together(*(Caller(scheduler, name, planes=both) for name in "ab"))
+    outcomes = together(*(SamplerNode(scheduler, name, planes=both) for name in "ab"))
     assert [type(outcome) for outcome in outcomes] == [WorkerStartError] * 2
 
 
 def test_stopped_group_is_not_tried_again(scheduler: Scheduler, fake: FakePlanes) -> None:
     fake.behaviour = lambda spec, id: WorkerStopped("told to")
-    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    outcomes = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b"))
     assert [type(outcome) for outcome in outcomes] == [WorkerStopped] * 2
     assert fake.runs() == ["a+b"]
 
@@ -761,7 +762,7 @@ def test_refused_run_is_done_one_by_one(
     scheduler: Scheduler, fake: FakePlanes, error: Exception, guilty: str
 ) -> None:
     fake.behaviour = lambda spec, id: error if id in ("a+b", guilty) else None
-    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    outcomes = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b"))
     assert fake.runs() == ["a+b", "a", "b"]
     for name, outcome in zip("ab", outcomes, strict=True):
         if name == guilty:
@@ -775,7 +776,7 @@ def test_one_that_was_refused_alone_still_has_its_retry(
 ) -> None:
     errors = {"a+b": [ConfigError("no")], "a": [WorkerDied("gone")]}
     fake.behaviour = lambda spec, id: errors[id].pop() if errors.get(id) else None
-    outcomes = together(Caller(scheduler, "a"), Caller(scheduler, "b"))
+    outcomes = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b"))
     assert [outcome.requests for outcome in outcomes] == [1, 1]
     assert sorted(fake.runs()) == ["a", "a", "a+b", "b"]
 
@@ -784,7 +785,9 @@ def test_request_with_a_wrong_descriptor_harms_nobody_else(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
     astray = TensorRef(buffer=99, offset=0, dtype="float32", shape=(1, 5, 8))
-    good, bad = together(Caller(scheduler, "a"), Caller(scheduler, "b", changes={"cond": astray}))
+    good, bad = together(
+        SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b", changes={"cond": astray})
+    )
     assert good.requests == 1
     assert isinstance(bad, IndexError)  # of this plane's; ranks answer in their way
     assert fake.runs() == ["a", "b"]
@@ -796,7 +799,7 @@ def test_too_little_memory_makes_room_once_then_each_is_run_alone(
     fake.behaviour = lambda spec, id: InsufficientMemoryError("short") if "+" in id else None
     rooms: list[DeviceList] = []
     cuda = stages(1, kind="cuda")
-    together(*(Caller(scheduler, name, planes=cuda, make_room=rooms.append) for name in "ab"))
+    together(*(SamplerNode(scheduler, name, planes=cuda, make_room=rooms.append) for name in "ab"))
     assert fake.runs() == ["a+b", "a+b", "a", "b"]
     assert rooms == [cuda[0].devices] * 2  # before the start, and before the second try
 
@@ -805,7 +808,7 @@ def test_stop_calls_off_what_waits_and_not_what_shares_a_run(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
     async def main() -> list[Any]:
-        running = [asyncio.create_task(Caller(scheduler, name).run()) for name in "abc"]
+        running = [asyncio.create_task(SamplerNode(scheduler, name).run()) for name in "abc"]
         await wait_for(lambda: fake.begun)
         scheduler.call_off_waiting()
         return await asyncio.gather(*running, return_exceptions=True)

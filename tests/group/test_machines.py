@@ -82,6 +82,7 @@ from comfy_wan_dist.mesh.machines import Machines, parse_machines
 from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.planning.cli import main
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.leasing import leased
 from devtools.mesh_runs import (
     CASES,
     GUIDANCE,
@@ -573,7 +574,7 @@ def test_group_over_two_machines_works_and_ends_with_either(
     head = free_address(LOOPBACK)
     spec = two_machines(tmp_path / "log", head)
     with OtherMachine(head) as other:
-        with registry.lease(spec) as group:
+        with leased(registry, spec) as group:
             assert torch.equal(ask(group, "echo"), torch.arange(4.0) + 1)
             assert len(other.ranks()) == 1
             with pytest.raises(ModelFileError, match="bad shard on rank 1"):
@@ -597,7 +598,7 @@ def test_group_over_two_machines_works_and_ends_with_either(
         assert wait_until(other.waits, 8), other.said
         assert_nothing_left(private)
 
-        with registry.lease(spec) as group:
+        with leased(registry, spec) as group:
             assert torch.equal(ask(group, "echo"), torch.arange(4.0) + 1)
             # The process there that has joined is killed: its ranks go with it.
             timer = threading.Timer(0.3, other.process.kill)
@@ -650,7 +651,7 @@ def test_start_without_what_it_needs_is_one_sentence_and_leaves_nothing(
     with contextlib.ExitStack() as stack:
         other = None if options is None else stack.enter_context(OtherMachine(head, *options))
         with pytest.raises(WorkerStartError, match=message):
-            registry.lease(spec).__enter__()
+            leased(registry, spec).__enter__()
         assert_nothing_left(private)
         if other is not None:
             assert wait_until(other.waits, 5), other.said
@@ -665,7 +666,7 @@ def test_failure_over_there_is_told_here_with_its_last_lines(
         with pytest.raises(
             WorkerStartError, match=r"(?s)gave up: its processes ended.*this rank cannot start"
         ):
-            registry.lease(spec).__enter__()
+            leased(registry, spec).__enter__()
         assert wait_until(other.waits, 5), other.said
 
 
@@ -714,7 +715,7 @@ def test_two_ranks_on_each_of_two_machines_sample_as_one_process_until_the_cable
     )
     prefix = ("ip", "netns", "exec", network.other)
     with OtherMachine(head, prefix=prefix) as other, inside(network.head):
-        with registry.lease(plane) as group:
+        with leased(registry, plane) as group:
             assert len(other.ranks()) == 2
             for is_first in (True, False):
                 result, bytes_read = run_sample(group, spec, inputs, schedule)

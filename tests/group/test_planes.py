@@ -1,4 +1,4 @@
-"""Two planes as real groups of two stub ranks each, under the registry's scheduler.
+"""Two planes as real groups of two stub ranks each, under one scheduler.
 
 Covered: how well unequal jobs fill them, the death of a rank, errors, and that planes share nothing.
 test_scheduler.py has the cases that need no processes, test_data_parallel.py the real model.
@@ -20,8 +20,9 @@ import torch
 from group_kit import search_path, stub_spec
 
 from comfy_wan_dist.group.client import WorkerGroup
-from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Host, Outcome, Piece
+from comfy_wan_dist.group.default import WorkerGroups, build_groups
+from comfy_wan_dist.group.queue import Piece
+from comfy_wan_dist.group.scheduler import Caller, Outcome
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import DecodeRequest, Progress, VAESpec
@@ -38,20 +39,20 @@ def planes(tmp_path_factory: pytest.TempPathFactory) -> tuple[LaunchSpec, ...]:
 
 
 @pytest.fixture(scope="module")
-def registry(planes: tuple[LaunchSpec, ...]) -> Iterator[GroupRegistry]:
+def served(planes: tuple[LaunchSpec, ...]) -> Iterator[WorkerGroups]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", search_path())
-        registry = GroupRegistry()
-        yield registry
-        registry.stop_all()
+        served = build_groups()
+        yield served
+        served.stop_all()
 
 
 @pytest.fixture
-def groups(registry: GroupRegistry, planes: tuple[LaunchSpec, ...]) -> list[WorkerGroup]:
+def groups(served: WorkerGroups, planes: tuple[LaunchSpec, ...]) -> list[WorkerGroup]:
     """Both planes, running."""
 
     async def start(plane: LaunchSpec) -> WorkerGroup:
-        async with registry.lease(plane) as group:
+        async with served.registry.lease(plane) as group:
             return group
 
     async def both() -> list[WorkerGroup]:
@@ -64,16 +65,16 @@ class Node:
     """A node's pieces by what the stub runner is to do; each adds 1 to numbers of its own."""
 
     def __init__(
-        self, registry: GroupRegistry, planes: Sequence[LaunchSpec], actions: Sequence[str]
+        self, served: WorkerGroups, planes: Sequence[LaunchSpec], actions: Sequence[str]
     ) -> None:
-        self.registry, self.planes, self.actions = registry, planes, actions
+        self.served, self.planes, self.actions = served, planes, actions
         self.progress: list[tuple[int, Progress, float]] = []
 
     async def run(self) -> tuple[Outcome, ...]:
         def note(index: int, progress: Progress) -> None:
             self.progress.append((index, progress, time.monotonic()))
 
-        scheduler = self.registry.scheduler
+        scheduler = self.served.scheduler
         with scheduler.parcel() as parcel:
             count = len(self.actions)
             given = [torch.arange(4.0) + 100 * index for index in range(count)]
@@ -92,7 +93,7 @@ class Node:
                 for index, action in enumerate(self.actions)
             ]
             outcomes = await scheduler.run(
-                self.planes, pieces, parcel.fds, host=Host(on_progress=note)
+                self.planes, pieces, parcel.fds, caller=Caller(on_progress=note)
             )
             for result, latent in zip(results, given, strict=True):
                 assert torch.equal(parcel.tensor(result)[0], latent + 1)
@@ -108,7 +109,7 @@ class Node:
 
 @pytest.mark.parametrize("as_nodes", [False, True])
 def test_six_unequal_jobs_fill_two_planes(
-    registry: GroupRegistry,
+    served: WorkerGroups,
     planes: tuple[LaunchSpec, ...],
     groups: list[WorkerGroup],
     as_nodes: bool,
@@ -119,7 +120,7 @@ def test_six_unequal_jobs_fill_two_planes(
 
     async def main() -> list[Outcome]:
         parts = [[action] for action in actions] if as_nodes else [actions]
-        nodes = [Node(registry, planes, part).run() for part in parts]
+        nodes = [Node(served, planes, part).run() for part in parts]
         return [outcome for outcomes in await asyncio.gather(*nodes) for outcome in outcomes]
 
     started = time.monotonic()
@@ -146,12 +147,12 @@ def ideal_split(seconds: Sequence[float]) -> float:
 
 
 def test_killed_rank_costs_its_plane_one_retry_and_nobody_else_anything(
-    registry: GroupRegistry, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
+    served: WorkerGroups, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
 ) -> None:
     before = [group.pids for group in groups]
 
     async def main() -> tuple[Outcome, ...]:
-        node = Node(registry, planes, ["sleep:60", "sleep:40", "sleep:20"])
+        node = Node(served, planes, ["sleep:60", "sleep:40", "sleep:20"])
         running = asyncio.create_task(node.run())
         await node.has_begun(running, 0, 1)
         os.kill(before[1][2], signal.SIGKILL)
@@ -167,17 +168,17 @@ def test_killed_rank_costs_its_plane_one_retry_and_nobody_else_anything(
     assert [planes.index(outcome.plane) for outcome in outcomes] == [0, 0, 1]
     assert groups[0].is_alive
     assert groups[1].has_ended
-    now = {group.spec.key: group.pids for group in registry.running_groups()}
+    now = {group.spec.key: group.pids for group in served.registry.running_groups()}
     assert now[planes[0].key] == before[0]
     assert not set(now[planes[1].key]) & set(before[1])
 
 
 def test_config_error_is_not_retried_and_the_planes_live_on(
-    registry: GroupRegistry, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
+    served: WorkerGroups, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
 ) -> None:
     async def main() -> None:
-        bad = Node(registry, planes, ["config:1"])
-        good = Node(registry, planes, ["sleep:10", "sleep:10"])
+        bad = Node(served, planes, ["config:1"])
+        good = Node(served, planes, ["sleep:10", "sleep:10"])
         results = await asyncio.gather(bad.run(), good.run(), return_exceptions=True)
         assert isinstance(results[0], ModelFileError)
         assert len(results[1]) == 2
@@ -189,10 +190,10 @@ def test_config_error_is_not_retried_and_the_planes_live_on(
 
 
 def test_cancelled_node_stops_on_both_planes_within_a_step(
-    registry: GroupRegistry, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
+    served: WorkerGroups, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
 ) -> None:
     async def main() -> None:
-        node = Node(registry, planes, ["sleep:400", "sleep:400", "sleep:400"])
+        node = Node(served, planes, ["sleep:400", "sleep:400", "sleep:400"])
         running = asyncio.create_task(node.run())
         await node.has_begun(running, 0, 1)
         started = time.monotonic()
@@ -201,7 +202,7 @@ def test_cancelled_node_stops_on_both_planes_within_a_step(
             await running
         assert time.monotonic() - started < 2
         assert max(index for index, _, _ in node.progress) == 1  # the third never began
-        await Node(registry, planes, ["echo", "echo"]).run()
+        await Node(served, planes, ["echo", "echo"]).run()
 
     asyncio.run(main())
     assert all(group.is_alive for group in groups)
@@ -253,7 +254,7 @@ def connections() -> list[tuple[str, str, str]]:
 
 
 def test_many_pieces_of_one_parcel_find_their_own_tensors(
-    registry: GroupRegistry, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
+    served: WorkerGroups, planes: tuple[LaunchSpec, ...], groups: list[WorkerGroup]
 ) -> None:
-    outcomes = asyncio.run(Node(registry, planes, ["echo"] * 24).run())
+    outcomes = asyncio.run(Node(served, planes, ["echo"] * 24).run())
     assert {outcome.plane.key for outcome in outcomes} == {plane.key for plane in planes}

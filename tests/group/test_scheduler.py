@@ -20,8 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comfy_wan_dist.group.progress import overall
+from comfy_wan_dist.group.queue import Piece
 from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Host, Outcome, Piece, Scheduler
+from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import (
     ConfigError,
@@ -115,8 +116,8 @@ def fake() -> FakePlanes:
 def scheduler(fake: FakePlanes) -> Iterator[Scheduler]:
     scheduler = Scheduler(cast(GroupRegistry, fake))
     yield scheduler
-    assert scheduler._waiting == []
-    assert scheduler._busy == {}
+    assert scheduler._queue._waiting == []
+    assert scheduler._queue._busy == {}
     assert fake.working == set()
 
 
@@ -138,9 +139,9 @@ def run(
     work: Sequence[Piece],
     *,
     on: Sequence[LaunchSpec] | None = None,
-    host: Host | None = None,
+    caller: Caller | None = None,
 ) -> tuple[Outcome, ...]:
-    return asyncio.run(scheduler.run(on or planes(), work, host=host or Host()))
+    return asyncio.run(scheduler.run(on or planes(), work, caller=caller or Caller()))
 
 
 # ---- order
@@ -162,7 +163,9 @@ def test_nodes_that_come_one_after_the_other_are_ordered_too(
     async def main() -> None:
         nodes = []
         for ticks in (3, 4, 5, 30):
-            nodes.append(asyncio.create_task(scheduler.run(planes(), pieces(ticks), host=Host())))
+            nodes.append(
+                asyncio.create_task(scheduler.run(planes(), pieces(ticks), caller=Caller()))
+            )
             await asyncio.sleep(0.01)
         await asyncio.gather(*nodes)
 
@@ -196,8 +199,8 @@ def test_planes_that_share_a_device_take_turns(scheduler: Scheduler, fake: FakeP
 
     async def main() -> None:
         await asyncio.gather(
-            scheduler.run(planes(), pieces(4, 4), host=Host()),
-            scheduler.run(both, [piece("both", 30)], host=Host()),
+            scheduler.run(planes(), pieces(4, 4), caller=Caller()),
+            scheduler.run(both, [piece("both", 30)], caller=Caller()),
         )
 
     asyncio.run(main())
@@ -270,8 +273,8 @@ def test_second_loss_is_raised_and_harms_no_other_node(
 
     async def main() -> list[Any]:
         return await asyncio.gather(
-            scheduler.run(planes(), [piece("bad", 2)], host=Host()),
-            scheduler.run(planes(), pieces(5, 5, 5), host=Host()),
+            scheduler.run(planes(), [piece("bad", 2)], caller=Caller()),
+            scheduler.run(planes(), pieces(5, 5, 5), caller=Caller()),
             return_exceptions=True,
         )
 
@@ -324,9 +327,9 @@ def test_too_little_memory_makes_room_once_on_cuda_only(
     fake.behaviour = lambda spec, id: short.pop() if short else None
     rooms: list[DeviceList] = []
     cuda = replace(planes(1)[0], devices=DeviceList(kind="cuda", indices=(0,)))
-    run(scheduler, pieces(1), on=[cuda], host=Host(make_room=rooms.append))
+    run(scheduler, pieces(1), on=[cuda], caller=Caller(make_room=rooms.append))
     assert rooms == [cuda.devices] * 2  # before the start, and for the retry
-    run(scheduler, pieces(1), on=[cuda], host=Host(make_room=rooms.append))
+    run(scheduler, pieces(1), on=[cuda], caller=Caller(make_room=rooms.append))
     assert len(rooms) == 2  # it runs
 
 
@@ -347,14 +350,14 @@ def test_interrupt_cancels_all_pieces_of_the_node_and_no_others(
 
     async def main() -> list[Any]:
         other = asyncio.create_task(
-            scheduler.run(planes(), pieces(*[90, 90] * held_by_another), host=Host())
+            scheduler.run(planes(), pieces(*[90, 90] * held_by_another), caller=Caller())
         )
         await asyncio.sleep(0.1)
         node = asyncio.create_task(
             scheduler.run(
                 planes(),
                 [piece(f"node{index}", 80 - index) for index in range(5)],
-                host=Host(check_interrupt=check),
+                caller=Caller(check_interrupt=check),
             )
         )
         with pytest.raises(Interrupted):
@@ -373,7 +376,7 @@ def test_asyncio_cancellation_cancels_all_pieces(
     scheduler: Scheduler, fake: FakePlanes, times: int, after_s: float
 ) -> None:
     async def main() -> None:
-        node = asyncio.create_task(scheduler.run(planes(), pieces(200, 200, 200), host=Host()))
+        node = asyncio.create_task(scheduler.run(planes(), pieces(200, 200, 200), caller=Caller()))
         await asyncio.sleep(after_s)
         for _ in range(times):
             node.cancel()
@@ -390,9 +393,11 @@ def test_asyncio_cancellation_cancels_all_pieces(
 
 def test_stop_calls_off_what_waits(scheduler: Scheduler, fake: FakePlanes) -> None:
     async def main() -> None:
-        first = asyncio.create_task(scheduler.run(planes(1), [piece("first", 20)], host=Host()))
+        first = asyncio.create_task(scheduler.run(planes(1), [piece("first", 20)], caller=Caller()))
         await asyncio.sleep(0.05)
-        second = asyncio.create_task(scheduler.run(planes(1), [piece("second", 1)], host=Host()))
+        second = asyncio.create_task(
+            scheduler.run(planes(1), [piece("second", 1)], caller=Caller())
+        )
         await asyncio.sleep(0.05)
         scheduler.call_off_waiting()
         with pytest.raises(WorkerStopped):
@@ -420,8 +425,8 @@ def test_progress_is_the_sum_of_the_pieces() -> None:
 
 def test_progress_of_each_piece_carries_its_number(scheduler: Scheduler) -> None:
     seen: list[tuple[int, int]] = []
-    host = Host(on_progress=lambda index, progress: seen.append((index, progress.total)))
-    run(scheduler, pieces(2, 5, 3), host=host)
+    host = Caller(on_progress=lambda index, progress: seen.append((index, progress.total)))
+    run(scheduler, pieces(2, 5, 3), caller=host)
     assert sorted(seen) == [(0, 2), (1, 5), (2, 3)]
 
 

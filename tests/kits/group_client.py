@@ -1,6 +1,6 @@
 """A client to be killed: starts a group of two stub ranks and says how far it is.
 
-    python tests/group_client.py LOG MOMENT [HEAD]
+    python tests/kits/group_client.py LOG MOMENT [HEAD]
 
 MOMENT is where it stays for ever: launched, hello, idle, forked (idle, with a child that holds its
 descriptors for 20 s), job, stuck; or leased, where it waits for
@@ -20,10 +20,11 @@ from pathlib import Path
 from group_kit import stub_request, stub_spec
 
 from comfy_wan_dist.group.client import WorkerGroup
+from comfy_wan_dist.group.default import default_groups
 from comfy_wan_dist.group.launch import StartingGroup
-from comfy_wan_dist.group.registry import default_registry
 from comfy_wan_dist.ipc.tcp import parse_address
 from comfy_wan_dist.mesh.machines import Machines
+from devtools.leasing import leased
 
 
 def main(log: Path, moment: str, head: str | None = None) -> None:
@@ -32,7 +33,7 @@ def main(log: Path, moment: str, head: str | None = None) -> None:
     if head is not None:
         spec = stub_spec(log, ranks=1, machines=Machines(count=2, head=parse_address(head)))
     if moment == "leased":
-        with default_registry().lease(spec), contextlib.suppress(KeyboardInterrupt):
+        with leased(default_groups().registry, spec), contextlib.suppress(KeyboardInterrupt):
             stay()
         return
     starting = StartingGroup(spec)

@@ -108,7 +108,7 @@ def run_nodes(folder: Path) -> dict[str, dict[str, str]]:
             except Exception as error:
                 yield name, f"{type(error).__name__}: {error}"
 
-    with mock.patch.object(session, "default_registry", side_effect=LookupError(REACHED)):
+    with mock.patch.object(session, "default_groups", side_effect=LookupError(REACHED)):
         return {run.__name__: dict(ends(run)) for run in (decode, encode)}
 
 
