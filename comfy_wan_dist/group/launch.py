@@ -17,17 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from ..ipc.channel import ChannelClosed, SocketChannel
 from ..ipc.errors import ProtocolError, WorkerStartError
+from ..ipc.launch_options import LauncherOptions
 from ..ipc.messages import Ready, Shutdown
 from .environment import child_environment
 from .listener import Listener, RankConnection
 from .machines.door import MachineConnection, MachineDoor, command_to_join
-from .process import ProcessHandle
+from .process import Lifeline, ProcessHandle
 from .spec import LaunchSpec
 
 POLL_S = 0.05
@@ -98,14 +99,12 @@ class RunningProcesses:
             if spec.machines is not None:
                 self.door = MachineDoor(spec, token=self.listener.token)
                 self._resources.callback(self.door.close)
-            # Only this process holds the writing end: its end is the end of this process or of the
-            # group.
-            lifeline, self._lifeline = os.pipe()
-            self._resources.callback(self._drop_lifeline)
+            self._lifeline = Lifeline()
+            self._resources.callback(self._lifeline.drop)
             try:
-                self._process = self._launch(lifeline)
+                self._process = self._launch()
             finally:
-                os.close(lifeline)
+                self._lifeline.close_reader()
             self.launcher = ProcessHandle(self._process.pid)
             self._resources.callback(self.launcher.close)
         except BaseException:
@@ -145,7 +144,7 @@ class RunningProcesses:
             machine.channel.close()
         self.close_doors()
         self.launcher.wait(settle_s)
-        self._drop_lifeline()
+        self._lifeline.drop()
         processes = [connection.process for connection in self.ranks.values()]
         handles = [self.launcher, *(process for process in processes if process is not None)]
         for number, patience_s in ((None, 2.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
@@ -165,25 +164,21 @@ class RunningProcesses:
             handle.close()
         self._resources.close()
 
-    def _launch(self, lifeline: int) -> subprocess.Popen[bytes]:
-        spec = self.spec
-        options = {
-            "--folder": str(self.listener.folder),
-            "--lifeline": str(lifeline),
-            "--client": str(os.getpid()),
-            "--ranks": str(spec.ranks_per_machine),
-            "--device": spec.devices.kind,
-            "--mesh": str(spec.degrees),
-            "--runner": spec.runner,
-        }
-        inherited = [lifeline]
-        if spec.machines is not None and self.door is not None:
-            inherited.append(self.door.store.fileno())
-            options |= {
-                "--machines": str(spec.machines.count),
-                "--store": str(self.door.store_address),
-                "--store-listener": str(self.door.store.fileno()),
-            }
+    def _launch(self) -> subprocess.Popen[bytes]:
+        spec, door = self.spec, self.door
+        options = LauncherOptions(
+            folder=self.listener.folder,
+            device=spec.devices.kind,
+            mesh=str(spec.degrees),
+            runner=spec.runner,
+            lifeline=self._lifeline.reader,
+            client=os.getpid(),
+            ranks=spec.ranks_per_machine,
+            machines=1 if spec.machines is None else spec.machines.count,
+            machine=0,
+            store=None if door is None else door.store_address,
+            store_listener=None if door is None else door.store.fileno(),
+        )
         process = start_launcher(
             options,
             python=spec.python,
@@ -192,47 +187,33 @@ class RunningProcesses:
                 os.environ,
                 devices=spec.used_devices,
                 pack_root=spec.pack_root,
-                interface=None if self.door is None else self.door.interface,
+                interface=None if door is None else door.interface,
             ),
             output=self.log.descriptor,
-            inherited=inherited,
         )
-        if self.door is not None:
-            self.door.close_store()
+        if door is not None:
+            door.close_store()
         return process
-
-    def _drop_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
 
 
 def start_launcher(
-    options: Mapping[str, str],
+    options: LauncherOptions,
     *,
     python: str,
     pack_root: Path,
     environment: Mapping[str, str],
     output: int,
-    inherited: Sequence[int],
 ) -> subprocess.Popen[bytes]:
-    """Run workers/process/launcher.py with `options`; it and its ranks write to `output`.
-
-    inherited: descriptors that it finds under their own numbers.
-    """
+    """Run workers/process/launcher.py; it inherits the descriptors of `options`. All write to `output`."""
+    listener = options.store_listener
     return subprocess.Popen(
-        [
-            python,
-            "-m",
-            "workers.process.launcher",
-            *(part for pair in options.items() for part in pair),
-        ],
+        [python, "-m", "workers.process.launcher", *options.argv()],
         cwd=pack_root,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        pass_fds=inherited,
+        pass_fds=[options.lifeline, *([] if listener is None else [listener])],
         # Ctrl-C in the terminal is for whoever started this, who then ends the group.
         start_new_session=True,
     )

@@ -1,4 +1,4 @@
-"""Processes held by pidfd, so that a signal never reaches a stranger that got a reused number."""
+"""Processes held by pidfd, so that a signal never reaches a stranger that got a reused number; and their lifeline."""
 
 from __future__ import annotations
 
@@ -38,6 +38,26 @@ class ProcessHandle:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+class Lifeline:
+    """A pipe that a launcher watches: its end is the end of this process, or of what was started.
+
+    Only this process holds the writing end. `reader` is for the launcher to inherit.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+
+    def close_reader(self) -> None:
+        """Once the launcher has it, or will not."""
+        os.close(self.reader)
+
+    def drop(self) -> None:
+        """Let the launcher end everything; may be called again."""
+        if self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
 
 
 def parent_pid(pid: int) -> int | None:

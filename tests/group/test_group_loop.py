@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from memory_channel import MemoryChannel, memory_pair
 
-from comfy_wan_dist.ipc.channel import MemoryChannel, memory_pair
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled, MeshError
 from comfy_wan_dist.ipc.messages import (
     Cancel,
@@ -226,8 +226,8 @@ def test_inbox_ends_the_process_when_the_client_goes(kind: str) -> None:
     if kind == "closed":
         client.close()
     else:
-        from comfy_wan_dist.ipc.channel import _Packet
+        from memory_channel import Packet
 
-        client._outbox.put(_Packet(body=b"?", fds=()))
+        client._outbox.put(Packet(body=b"?", fds=()))
     assert ended.wait(5)
     assert statuses == [0 if kind == "closed" else 1]

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_channel import memory_pair
 
 from comfy_wan_dist.ipc import channel as channel_module
-from comfy_wan_dist.ipc.channel import MAX_FDS, Channel, ChannelClosed, SocketChannel, memory_pair
+from comfy_wan_dist.ipc.channel import MAX_FDS, Channel, ChannelClosed, SocketChannel
 from comfy_wan_dist.ipc.errors import ConfigError, ProtocolError
 from comfy_wan_dist.ipc.messages import (
     MESSAGES,

@@ -1,8 +1,4 @@
-"""Runs this machine's torchrun agent of a group.
-
-    python -m workers.launcher --folder F --lifeline FD --client PID --ranks N --device cpu|cuda --mesh M
-    --runner MODULE:FUNCTION
-    [--machines N --store HOST:PORT (--store-listener FD | --machine K --report HOST:PORT [--models FOLDER])]
+"""Runs this machine's torchrun agent of a group; its command line is that of LauncherOptions.
 
 Covered: rendezvous over a file, and with several machines over torch's store on the head's address
 alone, instead of torchrun's own ways, which listen on every interface and in part unpickle what
@@ -13,13 +9,11 @@ holds open). Not covered: restarts, because ComfyUI's process starts a fresh gro
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
 import select
 import shutil
-import signal
 import threading
 import time
 import traceback
@@ -28,8 +22,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from comfy_wan_dist.ipc.launch_options import LauncherOptions
 from comfy_wan_dist.ipc.paths import AGENT_STORE_NAME, LOG_FOLDER_NAME
-from comfy_wan_dist.ipc.tcp import Address, parse_address
+
+from .process_tree import kill_descendants
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,26 +41,11 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Exit status: 0 if all ranks ended well."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--lifeline", type=int, required=True)
-    parser.add_argument("--client", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--mesh", required=True)
-    parser.add_argument("--runner", required=True)
-    parser.add_argument("--machines", type=int, default=1)
-    parser.add_argument("--machine", type=int, default=0)
-    parser.add_argument("--store", type=parse_address)
-    parser.add_argument("--store-listener", type=int)
-    parser.add_argument("--report", type=parse_address)
-    parser.add_argument("--models", type=Path)
-    arguments = parser.parse_args()
-
+    options = LauncherOptions.parse()
     # Before torch, whose import takes seconds.
     watcher = threading.Thread(
         target=watch_lifeline,
-        args=(arguments.lifeline, arguments.client, arguments.folder),
+        args=(options.lifeline, options.client, options.folder),
         name="lifeline",
         daemon=True,
     )
@@ -72,47 +53,38 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="[launcher] %(levelname)s %(message)s")
     # Shared out, unless the user has decided; torchrun would give each rank one.
     cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // arguments.ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.ranks)))
     os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[rank ${rank}] "
     try:
-        return run_agent(arguments)
+        return run_agent(options)
     finally:
         # The group is over, also when this happens because ComfyUI is.
-        shutil.rmtree(arguments.folder, ignore_errors=True)
+        shutil.rmtree(options.folder, ignore_errors=True)
 
 
-def run_agent(arguments: argparse.Namespace) -> int:
+def run_agent(options: LauncherOptions) -> int:
     """Start the ranks and wait for their end."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     register_rendezvous(
-        lambda: agent_store(arguments), machine=arguments.machine, machines=arguments.machines
+        lambda: agent_store(options), machine=options.machine, machines=options.machines
     )
-    agent_options = {
-        "--nnodes": str(arguments.machines),
-        "--nproc-per-node": str(arguments.ranks),
-        "--max-restarts": "0",
-        "--monitor-interval": str(MONITOR_INTERVAL_S),
-        "--rdzv-backend": RENDEZVOUS,
-        "--rdzv-id": "group",
-        "--rdzv-endpoint": "127.0.0.1",
-        "--local-addr": "127.0.0.1",
-        "--tee": "3",
-        "--log-dir": str(arguments.folder / LOG_FOLDER_NAME),
-    }
-    rank_options = {
-        "--folder": str(arguments.folder),
-        "--device": arguments.device,
-        "--mesh": arguments.mesh,
-        "--runner": arguments.runner,
-    }
-    for name in ("store", "report", "models"):
-        value = getattr(arguments, name)
-        if value is not None:
-            rank_options[f"--{name}"] = str(value)
+    agent_options = [
+        f"--nnodes={options.machines}",
+        f"--nproc-per-node={options.ranks}",
+        "--max-restarts=0",
+        f"--monitor-interval={MONITOR_INTERVAL_S}",
+        f"--rdzv-backend={RENDEZVOUS}",
+        "--rdzv-id=group",
+        "--rdzv-endpoint=127.0.0.1",
+        "--local-addr=127.0.0.1",
+        "--tee=3",
+        f"--log-dir={options.folder / LOG_FOLDER_NAME}",
+    ]
     try:
-        torchrun([*_flat(agent_options), "-m", "workers.process.main", *_flat(rank_options)])
+        rank_options = options.for_ranks().argv()
+        torchrun([*agent_options, "-m", "workers.process.main", *rank_options])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         logger.error("rank %d ended with status %d; the group ends", rank, failure.exitcode)
@@ -120,20 +92,20 @@ def run_agent(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def agent_store(arguments: argparse.Namespace) -> dist.Store:
+def agent_store(options: LauncherOptions) -> dist.Store:
     """What the group's agents meet over: a file, or torch's store, which runs in the head's agent."""
     import torch.distributed as dist
 
-    address: Address | None = arguments.store
+    address = options.store
     if address is None:
-        return dist.FileStore(str(arguments.folder / AGENT_STORE_NAME), -1)
+        return dist.FileStore(str(options.folder / AGENT_STORE_NAME), -1)
     # On the socket that ComfyUI's process made: left to itself torch listens on every interface.
     store = dist.TCPStore(
         address.host,
         address.port,
-        is_master=arguments.machine == 0,
+        is_master=options.machine == 0,
         wait_for_workers=False,
-        master_listen_fd=arguments.store_listener,
+        master_listen_fd=options.store_listener,
         timeout=STORE_TIMEOUT,
     )
     return dist.PrefixStore(AGENT_PREFIX, store)
@@ -204,53 +176,6 @@ def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
         time.sleep(0.02)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def kill_descendants() -> int:
-    """SIGKILL every process below this one, by pidfd, so never a stranger; how many it were."""
-    killed = 0
-    for pid in descendants(os.getpid()):
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            continue
-        try:
-            # Still below us now that its number cannot be reused.
-            if pid in descendants(os.getpid()):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                killed += 1
-        except OSError:
-            pass
-        finally:
-            os.close(pidfd)
-    return killed
-
-
-def descendants(ancestor: int) -> set[int]:
-    """Living processes below `ancestor`."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            status = Path("/proc", entry, "stat").read_bytes()
-        except OSError:
-            continue
-        state, parent = status.rpartition(b")")[2].split()[:2]
-        if state not in (b"Z", b"X"):
-            children.setdefault(int(parent), []).append(int(entry))
-    found: set[int] = set()
-    below = [ancestor]
-    while below:
-        for child in children.get(below.pop(), []):
-            if child not in found:
-                found.add(child)
-                below.append(child)
-    return found
-
-
-def _flat(options: dict[str, str]) -> list[str]:
-    return [part for pair in options.items() for part in pair]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ A rank of another machine differs in where it reports, and where its tensors and
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import logging
 import os
@@ -20,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from comfy_wan_dist.ipc import tcp
 from comfy_wan_dist.ipc.channel import SocketChannel
+from comfy_wan_dist.ipc.launch_options import RankOptions
 from comfy_wan_dist.ipc.messages import Hello, Ready
 from comfy_wan_dist.ipc.paths import RANK_STORE_NAME, SOCKET_NAME, TOKEN_NAME
-from comfy_wan_dist.ipc.tcp import Address, parse_address
+from comfy_wan_dist.ipc.tcp import Address
 
 from .inbox import Inbox
 
@@ -43,21 +43,13 @@ logger = logging.getLogger("workers.process.main")  # not __main__
 
 def main() -> int:
     """Exit status: 0 after Shutdown."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--mesh", required=True)
-    parser.add_argument("--runner", required=True)
-    parser.add_argument("--store", type=parse_address)
-    parser.add_argument("--report", type=parse_address)
-    parser.add_argument("--models", type=Path)
-    arguments = parser.parse_args()
+    options = RankOptions.parse()
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])  # every machine has as many
 
-    channel = connect(arguments.folder, rank, report=arguments.report)
+    channel = connect(options.folder, rank, report=options.report)
     inbox = Inbox(channel)
     inbox.start()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
@@ -68,12 +60,12 @@ def main() -> int:
     from .buffers import build_buffers
     from .loop import Loop
 
-    degrees = parse_mesh(arguments.mesh)
+    degrees = parse_mesh(options.mesh)
     if degrees is None:
         raise ValueError("--mesh is auto; a group is started for a mesh with degrees")
     device, agreement = join_group(
-        store=rank_store(arguments.folder, arguments.store, world_size=world_size),
-        kind=arguments.device,
+        store=rank_store(options.folder, options.store, world_size=world_size),
+        kind=options.device,
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
@@ -83,8 +75,8 @@ def main() -> int:
     )
     files: ModelFiles = GivenFiles()
     if rank >= local_ranks:
-        files = CopiedFiles(folder=arguments.models, machine=socket.gethostname())
-    build = load_builder(arguments.runner)
+        files = CopiedFiles(folder=options.models, machine=socket.gethostname())
+    build = load_builder(options.runner)
     runner = build(degrees=degrees, rank=rank, local_ranks=local_ranks, device=device, files=files)
     loop = Loop(
         channel=channel,

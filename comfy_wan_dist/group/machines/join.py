@@ -24,13 +24,14 @@ from pathlib import Path
 
 from ...ipc.channel import ChannelClosed, SocketChannel
 from ...ipc.errors import ConfigError, ProtocolError
+from ...ipc.launch_options import LauncherOptions
 from ...ipc.messages import Arrive, Join, Refuse
 from ...ipc.tcp import Address, connect, interface_of
 from ...mesh.devices import DeviceList, parse_devices
 from ..environment import child_environment
 from ..folder import PrivateFolder
 from ..launch import start_launcher
-from ..process import ProcessHandle
+from ..process import Lifeline, ProcessHandle
 from ..spec import PACK_ROOT
 
 CONNECT_TIMEOUT_S = 5.0
@@ -137,22 +138,21 @@ class Share:
         try:
             folder = PrivateFolder(token=join.token)
             self._resources.callback(folder.remove)
-            lifeline, self._lifeline = os.pipe()
-            self._resources.callback(self._drop_lifeline)
+            self._lifeline = Lifeline()
+            self._resources.callback(self._lifeline.drop)
             self._output = Output()
             try:
                 self._process = start_launcher(
-                    self._options(join, offer, folder=folder.path, lifeline=lifeline),
+                    self._options(join, offer, folder.path),
                     python=sys.executable,
                     pack_root=PACK_ROOT,
                     environment=child_environment(
                         os.environ, devices=devices, pack_root=PACK_ROOT, interface=interface
                     ),
                     output=self._output.descriptor,
-                    inherited=(lifeline,),
                 )
             finally:
-                os.close(lifeline)
+                self._lifeline.close_reader()
                 self._output.start()
             self._launcher = ProcessHandle(self._process.pid)
             self._resources.callback(self._launcher.close)
@@ -165,7 +165,7 @@ class Share:
 
     def __exit__(self, *_: object) -> None:
         """End all processes; the folder goes too."""
-        self._drop_lifeline()
+        self._lifeline.drop()
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -196,26 +196,21 @@ class Share:
             channel.send(Refuse(reason=reason), timeout_s=SEND_TIMEOUT_S)
         return f"the group is over: the processes here ended with status {status}"
 
-    def _options(self, join: Join, offer: Offer, *, folder: Path, lifeline: int) -> dict[str, str]:
-        options = {
-            "--folder": str(folder),
-            "--lifeline": str(lifeline),
-            "--client": str(os.getpid()),
-            "--ranks": str(join.ranks),
-            "--device": join.device,
-            "--mesh": join.mesh,
-            "--runner": join.runner,
-            "--machines": str(join.machines),
-            "--machine": str(join.machine),
-            "--store": str(Address(host=offer.head.host, port=join.store_port)),
-            "--report": str(offer.head),
-        }
-        return options if offer.models is None else {**options, "--models": str(offer.models)}
-
-    def _drop_lifeline(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+    def _options(self, join: Join, offer: Offer, folder: Path) -> LauncherOptions:
+        return LauncherOptions(
+            folder=folder,
+            device=join.device,
+            mesh=join.mesh,
+            runner=join.runner,
+            lifeline=self._lifeline.reader,
+            client=os.getpid(),
+            ranks=join.ranks,
+            machines=join.machines,
+            machine=join.machine,
+            store=Address(host=offer.head.host, port=join.store_port),
+            report=offer.head,
+            models=offer.models,
+        )
 
 
 class Output:
