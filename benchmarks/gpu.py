@@ -38,17 +38,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
-from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.load import load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
-from workers.parallel.collectives import lone_rank
 from workers.parallel.compile import compile_blocks
+from workers.parallel.groups import single_rank
+from workers.parallel.parallelize import cut_model
 from workers.vae.run import SPATIAL, VAEShare, decode_chunks_into, latent_size
 from workers.vae.wan22 import VAEConfig, WanVAE
 
@@ -160,14 +162,7 @@ def measure_parity(bench: Bench) -> Result:
     vae_values = vae_weights(TINY_VAE, seed=1)
 
     def velocity(device: torch.device, dtype: torch.dtype) -> Tensor:
-        model = build_model(
-            TINY_TRANSFORMER,
-            pp=lone_rank("pp"),
-            tp=lone_rank("tp"),
-            fsdp=lone_rank("fsdp"),
-            dtype=dtype,
-            device=device,
-        )
+        model = cut_model(TINY_TRANSFORMER, single_rank(), dtype=dtype, device=device)
         model.load_state_dict(weights)
         return _build_forward(model, PARITY_GRID, device)()
 
@@ -323,13 +318,8 @@ def _forward_result(bench: Bench, seconds: float) -> Result:
 
 
 def _random_transformer(bench: Bench) -> WanModel:
-    model = build_model(
-        bench.sizes.transformer,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
-        dtype=torch.bfloat16,
-        device=bench.device,
+    model = cut_model(
+        bench.sizes.transformer, single_rank(), dtype=torch.bfloat16, device=bench.device
     )
     _fill_randomly(model)
     return model
@@ -386,17 +376,10 @@ def _load_seconds(bench: Bench, path: Path) -> float:
     """From the file's path to weights on the device."""
     start = time.perf_counter()
     file = read_wan_file(read_model_file(str(path)))
-    tp = lone_rank("tp")
-    model = build_model(
-        file.shape,
-        pp=lone_rank("pp"),
-        tp=tp,
-        fsdp=lone_rank("fsdp"),
-        dtype=torch.bfloat16,
-        device=bench.device,
-    )
+    groups = single_rank()
+    model = cut_model(file.shape, groups, dtype=torch.bfloat16, device=bench.device)
     load_weights(
-        model, file, tp=tp, fsdp=lone_rank("fsdp"), sharing=read_alone(), milestone=pass_by
+        model, file, tp=groups.tp, fsdp=groups.fsdp, sharing=read_alone(), milestone=pass_by
     )
     bench.synchronize()
     return time.perf_counter() - start

@@ -19,20 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.pipeline import bubble
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import PlannedJob, bubble
 from comfy_wan_dist.planning.hardware import cpu_device
 from comfy_wan_dist.planning.seconds import predict_seconds
 from devtools.calibration import measure_mesh
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import CPU, Case, mesh_degrees, model_spec
 from devtools.rank_pool import RankPool
-from workers.checkpoint.load import build_model
 from workers.model.rope import rope_table
 from workers.model.wan import TokenRun, WanModel
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.groups import PlaneGroups
+from workers.parallel.parallelize import cut_model
 from workers.parallel.stages import MicroBatch, forward_in_stages
 
 from .timing import Row
@@ -118,9 +117,7 @@ def stage_rounds(rank: int, micro_batches: int) -> tuple[StageRound, ...]:
     groups = PlaneGroups(layout=degrees, rank=rank).for_mesh(degrees)
     waits: list[float] = []
     pp = watched(groups.pp, waits)
-    model = build_model(
-        SHAPE, pp=pp, tp=groups.tp, fsdp=groups.fsdp, dtype=torch.float32, device=CPU
-    )
+    model = cut_model(SHAPE, groups, dtype=torch.float32, device=CPU)
     for parameter in model.parameters():
         parameter.normal_(std=0.02)
     batches = [micro_batch(model) for _ in range(micro_batches)]

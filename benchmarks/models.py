@@ -20,12 +20,12 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import shard_range
 from devtools.comfy_server import find_comfyui
 from devtools.references import build_diffusers_transformer
-from workers.checkpoint.load import build_model
 from workers.model.rope import rope_table
 from workers.model.tokens import patchify, token_runs
 from workers.model.wan import TextKeysValues
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
+from workers.parallel.parallelize import cut_model
 from workers.sampling.denoise import Branch, Conditioning, Guidance, guided_velocity
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,14 +83,7 @@ class OurForward:
     ) -> None:
         tp, ulysses, cfg = groups.tp, groups.ulysses, groups.cfg
         self._stages = groups.pp
-        self._model = build_model(
-            workload.shape,
-            pp=groups.pp,
-            tp=tp,
-            fsdp=groups.fsdp,
-            dtype=workload.dtype,
-            device=CPU,
-        )
+        self._model = cut_model(workload.shape, groups, dtype=workload.dtype, device=CPU)
         for name, parameter in self._model.named_parameters():
             full = weights[name]
             part = parameter_slice(name, tuple(full.shape), tp_rank=tp.rank, tp_size=tp.size)

@@ -28,13 +28,13 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from workers.checkpoint.files import GivenFiles
-from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.load import load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import PlaneGroups
-from workers.resident.slot import finish_model
+from workers.parallel.parallelize import cut_model, finish_model
 from workers.runner import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
 from workers.sampling.run import encode_prompts, gather_tokens, prepare_sample
@@ -350,9 +350,7 @@ def forward_rank(
     if compile_backend is not None:
         groups = outside_graphs(groups)
     file = read_wan_file(read_model_file(spec.path))
-    model = build_model(
-        file.shape, pp=groups.pp, tp=groups.tp, fsdp=groups.fsdp, dtype=torch.float32, device=CPU
-    )
+    model = cut_model(file.shape, groups, dtype=torch.float32, device=CPU)
     load_weights(
         model, file, tp=groups.tp, fsdp=groups.fsdp, sharing=read_alone(), milestone=pass_by
     )

@@ -38,10 +38,10 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.conditioning import TEXT_DIM
 from comfy_wan_dist.model_file.conditioning import save as save_conditioning
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import (
     TINY_TRANSFORMER,
     TINY_VAE,

@@ -45,14 +45,13 @@ from workers.job import (
     stop_if_asked,
     together,
 )
+from workers.model.dtypes import dtype_named
 from workers.model.wan import WanModel
 from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import MeshGroups, PlaneGroups
 from workers.parallel.vae.share import apply_vae_split
-from workers.resident.free_memory import UNLIMITED
-from workers.resident.memory import Room
-from workers.resident.peak_memory import peak_memory, reset_peak_memory
-from workers.resident.transformers import DTYPES, Transformers
+from workers.resident.memory import UNLIMITED, Room, peak_memory, reset_peak_memory
+from workers.resident.transformers import Transformers
 from workers.sampling.run import prepare_sample, run_sample
 from workers.vae.run import (
     VAEShare,
@@ -216,7 +215,7 @@ class PlaneRunner:
         free_bytes = job.agree_least(together(job, self._free_for_vae))
         split = choose(free_bytes)
         is_short = split is None or split.tiles > 1
-        if is_short and (budget is None or free_bytes < budget) and self._transformers.park(job):
+        if is_short and (budget is None or free_bytes < budget) and self._transformers.offload(job):
             free_bytes = job.agree_least(together(job, self._free_for_vae))
             split = choose(free_bytes)
         if split is None:
@@ -277,13 +276,13 @@ class PlaneRunner:
         if self._vae is not None and self._vae.spec == spec:
             return self._vae.vae
         self._drop_vae()
-        dtype = DTYPES[spec.dtype]
+        dtype = dtype_named(spec.dtype)
 
         def spare_memory() -> int:
             return self._room.usable() - vae_bytes(self._files.read(spec).path, dtype=dtype)
 
         if job.agree_least(together(job, spare_memory)) < 0:
-            self._transformers.park(job)
+            self._transformers.offload(job)
         vae, entries = together(
             job,
             lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._device),

@@ -42,14 +42,9 @@ ALIGNMENT = 64
 MAX_BUFFER_BYTES = 2**40
 MAX_DIMS = 8
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float64", "uint8", "int32", "int64")
 }
 """What may travel. No bool: a byte other than 0 and 1 in one is undefined behaviour."""
 

@@ -16,6 +16,7 @@ from ..ipc.messages import LoraSpec, ModelSpec, VAESpec
 from ..mesh.choice import choose_mesh
 from ..mesh.degrees import MeshDegrees, parse_mesh
 from ..mesh.devices import DeviceList, parse_devices
+from ..mesh.dtypes import BY_CODE, COMPUTED, FLOATS
 from ..mesh.machines import Machines, parse_machines, validate_machines
 from ..mesh.memory import weight_bytes
 from ..mesh.shape import WanShape
@@ -24,10 +25,9 @@ from ..model_file.header import ModelFile, content_of, read_model_file
 from ..model_file.lora import LoraFile, changed_shape, read_lora
 from ..model_file.wan import read_wan_file, validate_experts
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("auto", *sorted(COMPUTED))
 MAX_STRENGTH = 100.0
 BOTH, HIGH_NOISE, LOW_NOISE = EXPERTS = ("both", "high noise", "low noise")
-FILE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +221,9 @@ def resolve_dtype(asked: str, *, devices: DeviceList, file_dtype: str) -> str:
         raise ConfigError(f"dtype {asked!r} is not known; choose {', '.join(DTYPES)}")
     if asked != "auto":
         return asked
-    return "bfloat16" if devices.kind == "cuda" else FILE_DTYPES.get(file_dtype, "float32")
+    if devices.kind == "cuda":
+        return "bfloat16"
+    return BY_CODE[file_dtype].name if file_dtype in FLOATS else "float32"
 
 
 def fingerprint(file: ModelFile) -> str:

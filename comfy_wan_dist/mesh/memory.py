@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 from .degrees import MeshDegrees
-from .packing import Packing
-from .pipeline import stage_blocks
-from .shape import HEAD_DIM, PATCH_POSITIONS, PATCH_SIZE, WanShape
-from .workload import DTYPE_BYTES, PlannedJob, RankShare, rank_share
+from .dtypes import BY_NAME, Packing
+from .parameters import BLOCK, OUTER, Parameter, split_name, stage_blocks
+from .shape import HEAD_DIM, PATCH_POSITIONS, WanShape
+from .workload import PlannedJob, RankShare, rank_share
 
 WORKING_BYTES = 512 * 2**20
 """Kept free beside the weights for buffers and libraries."""
@@ -24,20 +25,8 @@ STATE_TENSORS = 12
 UNPACKING_BYTES = 8
 """For each value of a packed weight in use: float32 on its way to its dtype, and the bytes that it comes from."""
 
-_MATRICES = (
-    *(
-        (f"{attention}.{name}", name == "o")
-        for attention in ("self_attn", "cross_attn")
-        for name in "qkvo"
-    ),
-    ("ffn.0", False),
-    ("ffn.2", True),
-)
-"""A block's matrices, and whether tp cuts their columns (RowParallelLinear) or their rows."""
-
 BlockPacking = tuple[Packing | None, ...]
-"""Of each of a block's matrices; None for one that is not packed."""
-_UNPACKED: BlockPacking = (None,) * len(_MATRICES)
+"""Of each of a block's parameters; None for one that is not packed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +55,7 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
     share = rank_share(job, degrees, rank)
     dim, tokens = job.shape.dim, share.shards
     text_rows = share.text_batch * sum(share.branches) * share.blocks
-    latent = share.samples.size * job.shape.token_dim * DTYPE_BYTES["float32"]
+    latent = share.samples.size * job.shape.token_dim * BY_NAME["float32"].bytes
     rope = tokens.cp.size * HEAD_DIM // 2 * 8  # complex64
     images = tokens.sp.size * image_bytes(job, share)
     return RankMemory(
@@ -85,49 +74,27 @@ def image_bytes(job: PlannedJob, share: RankShare) -> int:
         return 0
     branches = len(share.branches)
     channels = branches * job.shape.image_dim + branches * job.shape.in_dim
-    return share.samples.size * channels * PATCH_POSITIONS * DTYPE_BYTES["float32"]
+    return share.samples.size * channels * PATCH_POSITIONS * BY_NAME["float32"].bytes
 
 
 def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
-    """Of the weights of a rank of stage `stage`. Norms, modulation and the time embedding stay float32.
+    """Of the weights of a rank of stage `stage`.
 
     Of a tp rank whose share of a packed weight begins or ends inside a block, the most that any of them holds.
     """
-    d, item, wide = shape.dim, DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
     packed = dict(shape.packed)
-
-    def matrix(name: str, rows: int, columns: int, item: int) -> int:
-        return rows * _row_bytes(packed.get(f"{name}.weight"), columns, 1, item)
-
-    total = matrix("text_embedding.0", d, shape.text_dim, item) + d * item
-    total += matrix("text_embedding.2", d, d, item) + d * item
-    total += matrix("time_embedding.0", d, shape.freq_dim, wide) + d * wide
-    total += matrix("time_embedding.2", d, d, wide) + d * wide
-    total += matrix("time_projection.1", 6 * d, d, wide) + 6 * d * wide
-    if stage == 0:
-        pt, ph, pw = PATCH_SIZE
-        total += (d * shape.in_dim * pt * ph * pw + d) * item
-    if stage == degrees.pp - 1:
-        total += matrix("head.head", shape.token_dim, d, item) + shape.token_dim * item
-        total += 2 * d * wide
+    total = sum(
+        parameter_bytes(
+            each, shape, tp=degrees.tp, parts=1, dtype=dtype, packing=packed.get(each.name)
+        )
+        for each in OUTER
+        if each.stage.includes(stage, stages=degrees.pp)
+    )
     parts = degrees.replicas if degrees.fsdp else 1
     for packing, count in block_packings(shape, stages=degrees.pp, stage=stage):
         each = block_bytes(shape, tp=degrees.tp, parts=parts, dtype=dtype, packing=packing)
         total += count * each
     return total
-
-
-def block_packings(
-    shape: WanShape, *, stages: int = 1, stage: int = 0
-) -> tuple[tuple[BlockPacking, int], ...]:
-    """The different packings of a stage's blocks, and how many blocks have each."""
-    packed = dict(shape.packed)
-    blocks = stage_blocks(shape.num_layers, stages=stages, stage=stage)
-    found = Counter(
-        tuple(packed.get(f"blocks.{index}.{name}.weight") for name, _ in _MATRICES)
-        for index in range(blocks.start, blocks.stop)
-    )
-    return tuple(found.items())
 
 
 def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
@@ -137,53 +104,65 @@ def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str)
     return weights + moment + WORKING_BYTES
 
 
+def block_packings(
+    shape: WanShape, *, stages: int = 1, stage: int = 0
+) -> tuple[tuple[BlockPacking, int], ...]:
+    """The different packings of a stage's blocks, and how many blocks have each."""
+    blocks = stage_blocks(shape.num_layers, stages=stages, stage=stage)
+    forms: list[list[Packing | None]] = [[None] * len(BLOCK) for _ in range(shape.num_layers)]
+    places = {each.name: place for place, each in enumerate(BLOCK)}
+    for name, packing in shape.packed:
+        index, own = split_name(name)
+        if index is not None:
+            forms[index][places[own]] = packing
+    return tuple(Counter(map(tuple, forms[blocks.start : blocks.stop])).items())
+
+
 def block_bytes(
     shape: WanShape, *, tp: int, parts: int, dtype: str, packing: BlockPacking | None = None
 ) -> int:
-    """Of a tp rank's weights of one block, or of one of the `parts` that fsdp cuts them into.
+    """Of a tp rank's weights of one block, or of one of the `parts` that fsdp cuts them into."""
+    return sum(
+        parameter_bytes(each, shape, tp=tp, parts=parts, dtype=dtype, packing=packed)
+        for each, packed in zip(BLOCK, packing or (None,) * len(BLOCK), strict=True)
+    )
 
-    Rows of dim 0 are cut, each parameter by itself, and padded where they do not divide.
+
+def parameter_bytes(
+    parameter: Parameter,
+    shape: WanShape,
+    *,
+    tp: int,
+    parts: int,
+    dtype: str,
+    packing: Packing | None,
+) -> int:
+    """Of a tp rank's share of one parameter, or of one of the `parts` that fsdp cuts that into.
+
+    fsdp cuts rows of dim 0, each parameter by itself, and pads where they do not divide.
     """
-    d, item = shape.dim, DTYPE_BYTES[dtype]
-
-    def size(rows: int, row_bytes: int) -> int:
-        return -(-rows // parts) * row_bytes
-
-    total = 0
-    for (name, is_cut_by_row), packed in zip(_MATRICES, packing or _UNPACKED, strict=True):
-        rows, columns = _matrix_shape(shape, name)
-        if not is_cut_by_row:
-            rows //= tp
-        total += size(rows, _row_bytes(packed, columns, tp if is_cut_by_row else 1, item))
-        total += size(rows, item)  # its bias
-    floats = 4 * size(d // tp, 1) + 2 * size(d, 1) + size(1, 6 * d)
-    return total + floats * DTYPE_BYTES["float32"]
+    rows, *inner = parameter.shape(shape)
+    columns, columns_cut = prod(inner), tp if parameter.cut_dim == 1 else 1
+    if parameter.cut_dim == 0:
+        rows //= tp
+    if packing is None:
+        item = BY_NAME["float32" if parameter.is_float32 else dtype].bytes
+        row_bytes = columns // columns_cut * item
+    else:
+        row_bytes = packing.most_bytes(columns, parts=columns_cut)
+    return -(-rows // parts) * row_bytes
 
 
 def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
     """Of the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
-    names = {name for name, _ in shape.packed}
-    if not names:
-        return 0
-    largest = max(shape.ffn_dim, shape.dim) * shape.dim // degrees.tp
-    if "time_projection.1.weight" in names:
-        largest = max(largest, 6 * shape.dim**2)
-    return UNPACKING_BYTES * largest
-
-
-def _matrix_shape(shape: WanShape, name: str) -> tuple[int, int]:
-    """Full rows and columns of a block's matrix."""
-    return (
-        shape.ffn_dim if name == "ffn.0" else shape.dim,
-        shape.ffn_dim if name == "ffn.2" else shape.dim,
+    packed = {split_name(name)[1] for name, _ in shape.packed}
+    # Along whichever dim it is cut, a rank's part is as large.
+    sizes = (
+        prod(each.shape(shape)) // (1 if each.cut_dim is None else degrees.tp)
+        for each in (*OUTER, *BLOCK)
+        if each.name in packed
     )
-
-
-def _row_bytes(packed: Packing | None, columns: int, parts: int, item_bytes: int) -> int:
-    """Of a rank's part of a row whose columns are cut into `parts`."""
-    if packed is None:
-        return columns // parts * item_bytes
-    return packed.most_bytes(columns, parts=parts)
+    return UNPACKING_BYTES * max(sizes, default=0)
 
 
 def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 
 from ..ipc.errors import ModelFileError
-from .entry import TensorEntry
+from .encoding import TensorEntry
 from .lora_names import Role
-from .shown import shown
+from .names import shown
 
 
 class Kind(enum.Enum):

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
+from ..mesh.dtypes import FLOATS
+from ..mesh.parameters import expected_parameters
 from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
-from .encoding import FLOATS, StoredTensor, layer_formats, packed_weights, read_encodings
-from .entry import TensorEntry
+from .encoding import StoredTensor, TensorEntry, layer_formats, packed_weights, read_encodings
 from .header import ModelFile
-from .names import describe, find_naming, official_tensors
-from .shown import listed
+from .names import describe, find_naming, listed, official_tensors
 
 FAMILY = ((48, 48), (16, 16), (36, 16))
 """Input and output channels of TI2V, text-to-video, image-to-video."""
@@ -87,37 +87,6 @@ def validate_experts(high: WanFile, low: WanFile) -> None:
             raise ModelFileError(
                 f"{label} has {name} {theirs}, {Path(high.file.path).name} {ours}; choose the two experts of one model"
             )
-
-
-def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model and its full shape, official names."""
-    d, f = shape.dim, shape.ffn_dim
-    expected: dict[str, tuple[int, ...]] = {"patch_embedding.weight": (d, shape.in_dim, 1, 2, 2)}
-    expected["patch_embedding.bias"] = (d,)
-
-    def linear(name: str, out_features: int, in_features: int) -> None:
-        expected[f"{name}.weight"] = (out_features, in_features)
-        expected[f"{name}.bias"] = (out_features,)
-
-    linear("text_embedding.0", d, shape.text_dim)
-    linear("text_embedding.2", d, d)
-    linear("time_embedding.0", d, shape.freq_dim)
-    linear("time_embedding.2", d, d)
-    linear("time_projection.1", 6 * d, d)
-    for i in range(shape.num_layers):
-        block = f"blocks.{i}"
-        expected[f"{block}.modulation"] = (1, 6, d)
-        for attention in ("self_attn", "cross_attn"):
-            for projection in "qkvo":
-                linear(f"{block}.{attention}.{projection}", d, d)
-            expected[f"{block}.{attention}.norm_q.weight"] = (d,)
-            expected[f"{block}.{attention}.norm_k.weight"] = (d,)
-        expected[f"{block}.norm3.weight"] = expected[f"{block}.norm3.bias"] = (d,)
-        linear(f"{block}.ffn.0", f, d)
-        linear(f"{block}.ffn.2", d, f)
-    expected["head.modulation"] = (1, 2, d)
-    linear("head.head", shape.token_dim, d)
-    return expected
 
 
 def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:

@@ -37,8 +37,8 @@ from safetensors.torch import save_file
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.memory import weight_bytes
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import write_shards, write_transformer, write_vae
 from devtools.comfy_server import ComfyServer, PromptRejected
 from workers.vae.wan22 import VAEConfig

@@ -15,7 +15,7 @@ from graphs import LORAS, MODEL, MODELS, Graph, node, sampled_latent
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from comfy_wan_dist.model_file.wan import expected_parameters
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from devtools.checkpoints import TINY_TRANSFORMER
 from devtools.comfy_server import ComfyServer
 from devtools.loras import mixed_lora, plain_lora, spelled

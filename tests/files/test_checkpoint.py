@@ -7,6 +7,7 @@ import os
 import resource
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,11 @@ from comfy_wan_dist.ipc.errors import InsufficientMemoryError, ModelFileError
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import GIB
 from comfy_wan_dist.mesh.memory import load_bytes
-from comfy_wan_dist.mesh.parameters import Slice, parameter_slice
+from comfy_wan_dist.mesh.parameters import Slice, expected_parameters, parameter_slice
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.wan import WanFile, expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from devtools.checkpoints import (
     TINY_VAE,
     transformer_weights,
@@ -40,13 +41,16 @@ from devtools.mesh_runs import (
     model_spec,
 )
 from workers.checkpoint import reader
-from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.load import load_weights
 from workers.checkpoint.reader import TensorReader
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
-from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
-from workers.resident.free_memory import UNLIMITED, free_memory, left_by_group, validate_memory
+from workers.parallel.collectives import AxisGroup, Ledger
+from workers.parallel.groups import single_rank
+from workers.parallel.parallelize import cut_model
+from workers.resident.fit import validate_memory
+from workers.resident.memory import UNLIMITED, free_memory, left_by_group
 
 SHAPE = WanShape(dim=256, ffn_dim=192, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 CPU = torch.device("cpu")
@@ -61,10 +65,8 @@ def load(
     file: WanFile, *, size: int = 1, rank: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[WanModel, int, list[tuple[int, int]]]:
     """A rank's model, the bytes read, and the progress reported."""
-    tp = tp_group(size, rank)
-    model = build_model(
-        file.shape, pp=lone_rank("pp"), tp=tp, fsdp=lone_rank("fsdp"), dtype=dtype, device=CPU
-    )
+    groups = replace(single_rank(), tp=tp_group(size, rank))
+    model = cut_model(file.shape, groups, dtype=dtype, device=CPU)
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     reports: list[tuple[int, int]] = []
@@ -76,8 +78,8 @@ def load(
     bytes_read = load_weights(
         model,
         file,
-        tp=tp,
-        fsdp=lone_rank("fsdp"),
+        tp=groups.tp,
+        fsdp=groups.fsdp,
         sharing=read_alone(),
         milestone=milestone,
     )

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.gguf import OTHER_TYPES, TYPES
 from comfy_wan_dist.model_file.header import ModelFile, read_model_file
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import transformer_weights
 from devtools.quantised import write_gguf
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import transformer_weights
 from devtools.loras import SPELLINGS, Parts, PartsMaker, merged, mixed_lora, plain_lora, spelled
 from devtools.mesh_runs import (

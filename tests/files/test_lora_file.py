@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 
 from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
 from comfy_wan_dist.jobs.handle import ModelHandle
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.header import TensorEntry, content_of, read_model_file
 from comfy_wan_dist.model_file.lora import LoraFile, parse_lora, read_lora
 from comfy_wan_dist.model_file.lora_names import Part, Role, read_key
 from comfy_wan_dist.model_file.lora_patch import extent
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.loras import SPELLINGS, mixed_lora, plain_lora, spelled
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=3, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec
 from comfy_wan_dist.mesh.memory import weight_bytes
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.lora import changed_shape, read_lora
-from comfy_wan_dist.model_file.wan import expected_parameters, read_wan_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import transformer_weights
 from devtools.loras import Parts, PartsMaker, merged, mixed_lora, spelled
 from devtools.mesh_runs import (
@@ -38,9 +39,8 @@ from devtools.mesh_runs import (
 )
 from devtools.quantised import ScaledForm, write_fp8, write_gguf, write_scaled_fp8
 from devtools.rank_pool import RankPool
-from workers.quant.pack import pack_q8_0
+from workers.quant.blocks import pack_q8_0, unpack_blocks
 from workers.quant.packed import packed_weights
-from workers.quant.unpack import unpack_blocks
 
 # Of tp4's ranks some begin inside a block of 32; embeddings have no rows of whole blocks.
 FP8_SHAPE = WanShape(

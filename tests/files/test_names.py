@@ -10,6 +10,7 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.names import (
     PREFIXES,
@@ -18,7 +19,6 @@ from comfy_wan_dist.model_file.names import (
     official_path,
     official_tensors,
 )
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.references import TRANSFORMER_NAMES, renamed
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=12, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)

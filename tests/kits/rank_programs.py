@@ -34,7 +34,7 @@ from devtools.mesh_runs import (
     forward_rank,
     mesh_degrees,
 )
-from workers.checkpoint.load import build_model, load_weights
+from workers.checkpoint.load import load_weights
 from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
@@ -43,6 +43,7 @@ from workers.parallel.collectives import AxisGroup, Incoming
 from workers.parallel.context import UlyssesAttention
 from workers.parallel.fsdp import BookedGather, local_part
 from workers.parallel.groups import PlaneGroups
+from workers.parallel.parallelize import cut_model
 from workers.parallel.sequence import SequenceParallel
 from workers.parallel.tensor import RowParallelLinear, ShardedMeanSquare
 
@@ -312,9 +313,7 @@ def load_shard(
     degrees = plane.layout
     groups = plane.for_mesh(degrees)
     file = read_wan_file(read_model_file(path))
-    model = build_model(
-        file.shape, pp=groups.pp, tp=groups.tp, fsdp=groups.fsdp, dtype=dtype, device=CPU
-    )
+    model = cut_model(file.shape, groups, dtype=dtype, device=CPU)
     for parameter in model.parameters():
         local_part(parameter, groups.fsdp)[0].view(torch.uint8).fill_(0xFF)
     with fault():

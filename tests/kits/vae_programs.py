@@ -28,9 +28,8 @@ from workers.parallel.vae.spatial import DownsampleBorder, HaloBorder, WidenedPa
 from workers.parallel.vae.temporal import RelayedHistory
 from workers.resident import memory as room
 from workers.resident import slot as loaded
-from workers.resident.free_memory import UNLIMITED
-from workers.resident.offloaded import ParkedWeights
-from workers.resident.peak_memory import peak_memory, reset_peak_memory
+from workers.resident.memory import UNLIMITED, peak_memory, reset_peak_memory
+from workers.resident.offloaded import OffloadedWeights
 from workers.vae.layers import (
     Border,
     CausalConv3d,
@@ -293,11 +292,11 @@ def sample_and_decode(
     no_host_memory_on: the rank whose weights do not get away the first time.
     """
     runner, agreement = build_local_runner(rank, mesh)
-    park = [MemoryError("none left")] if rank == no_host_memory_on else []
+    errors = [MemoryError("none left")] if rank == no_host_memory_on else []
     ends = []
     with (
         mock.patch.object(room, "has_own_memory", return_value=True),
-        mock.patch.object(loaded, "ParkedWeights", side_effect=lambda x: fail_once(park, x)),
+        mock.patch.object(loaded, "OffloadedWeights", side_effect=lambda x: fail_once(errors, x)),
     ):
         for turn in turns:
             request: JobRequest
@@ -320,10 +319,10 @@ def sample_and_decode(
     return ends
 
 
-def fail_once(errors: list[MemoryError], model: nn.Module) -> ParkedWeights:
+def fail_once(errors: list[MemoryError], model: nn.Module) -> OffloadedWeights:
     if errors:
         raise errors.pop()
-    return ParkedWeights(model)
+    return OffloadedWeights(model)
 
 
 LARGE = 64 * 2**20

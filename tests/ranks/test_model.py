@@ -1,11 +1,10 @@
-"""The transformer against diffusers with equal weights, its tokens, and the sharding plan's parameters.
+"""The transformer against diffusers with equal weights, its tokens and parameters.
 
 float32 on the CPU, tiny width; 16-bit weights only as far as their dtypes go.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comfy_wan_dist.mesh.parameters import PLAN, Cut, cut_of, parameter_slice
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.model_file.wan import expected_parameters
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
 from devtools.mesh_runs import relative_error
 from devtools.references import build_diffusers_transformer
-from workers.checkpoint.load import build_model
 from workers.model.rope import apply_rope, rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
 from workers.model.wan import (
@@ -32,7 +29,8 @@ from workers.model.wan import (
     scale_rms,
     sinusoid,
 )
-from workers.parallel.collectives import lone_rank
+from workers.parallel.groups import single_rank
+from workers.parallel.parallelize import cut_model
 
 CPU = torch.device("cpu")
 LIMIT = 1e-4
@@ -53,14 +51,7 @@ SHAPES = {
 def build(
     shape: WanShape, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32
 ) -> WanModel:
-    model = build_model(
-        shape,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
-        dtype=dtype,
-        device=CPU,
-    )
+    model = cut_model(shape, single_rank(), dtype=dtype, device=CPU)
     model.load_state_dict(weights)
     return model
 
@@ -152,13 +143,8 @@ def test_one_prompt_serves_a_batch(pair: tuple[WanModel, Any]) -> None:
 
 
 def test_parameters_have_the_official_names_and_shapes() -> None:
-    model = build_model(
-        TINY_TRANSFORMER,
-        pp=lone_rank("pp"),
-        tp=lone_rank("tp"),
-        fsdp=lone_rank("fsdp"),
-        dtype=torch.float32,
-        device=torch.device("meta"),
+    model = cut_model(
+        TINY_TRANSFORMER, single_rank(), dtype=torch.float32, device=torch.device("meta")
     )
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert found == expected_parameters(TINY_TRANSFORMER)
@@ -266,73 +252,3 @@ def test_rope_turns_pairs_by_frame_row_and_column() -> None:
     turned = apply_rope(x, table.view(1, 1, 64))[0, 0, 0]
     assert torch.allclose(turned[0::2].double(), angle.cos(), atol=1e-6)
     assert torch.allclose(turned[1::2].double(), angle.sin(), atol=1e-6)
-
-
-# ---- plan
-
-
-def test_every_parameter_matches_exactly_one_line_of_the_plan() -> None:
-    modules = {name.rpartition(".")[0] for name in expected_parameters(TINY_TRANSFORMER)}
-    for module in modules:
-        assert sum(re.fullmatch(pattern, module) is not None for pattern, _ in PLAN) == 1, module
-    for pattern, _ in PLAN:
-        assert any(re.fullmatch(pattern, module) for module in modules), f"{pattern} is of no use"
-
-
-def test_plan_does_not_know_other_modules() -> None:
-    for name in (
-        "blocks.0.self_attn",
-        "blocks.0.ffn.1",
-        "head.norm",
-        "blocks.0.cross_attn.k_img",
-        "blocks.x.ffn.0",
-    ):
-        with pytest.raises(KeyError, match="matches 0 lines"):
-            cut_of(name)
-
-
-def test_plan_cuts_what_megatron_cuts() -> None:
-    cuts = {cut: set[str]() for cut in Cut}
-    for name in expected_parameters(TINY_TRANSFORMER):
-        if name.startswith("blocks.1."):
-            module_name = name.rpartition(".")[0]
-            cuts[cut_of(module_name)].add(module_name.removeprefix("blocks.1").removeprefix("."))
-    attentions = ("self_attn", "cross_attn")
-    assert cuts[Cut.COLUMN] == {f"{a}.{p}" for a in attentions for p in "qkv"} | {"ffn.0"}
-    assert cuts[Cut.ROW] == {f"{a}.o" for a in attentions} | {"ffn.2"}
-    assert cuts[Cut.SHARDED_NORM] == {f"{a}.norm_{p}" for a in attentions for p in "qk"}
-    assert cuts[Cut.REPLICATED] == {"", "norm3"}
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_slices_of_all_ranks_make_the_whole_parameter(tp_size: int) -> None:
-    cut_count = 0
-    for name, shape in expected_parameters(TINY_TRANSFORMER).items():
-        slices = [
-            parameter_slice(name, shape, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)
-        ]
-        first = slices[0]
-        if first is None:
-            assert slices == [None] * tp_size
-            continue
-        cut_count += 1
-        borders = [(part.start, part.stop) for part in slices if part is not None]
-        size = shape[first.dim] // tp_size
-        assert borders == [(rank * size, (rank + 1) * size) for rank in range(tp_size)]
-        assert borders[-1][1] == shape[first.dim]
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        parts = [
-            whole.narrow(part.dim, part.start, part.stop - part.start)
-            for part in slices
-            if part is not None
-        ]
-        assert torch.equal(torch.cat(parts, dim=first.dim), whole)
-    # q, k, v: weight and bias; o, ffn.2: weight; norms; ffn.0: weight and bias.
-    assert cut_count == (
-        0 if tp_size == 1 else TINY_TRANSFORMER.num_layers * (2 * (6 + 1 + 2) + 2 + 1)
-    )
-
-
-def test_parameter_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="which tp3 does not divide"):
-        parameter_slice("blocks.0.ffn.0.weight", (1024, 512), tp_rank=0, tp_size=3)

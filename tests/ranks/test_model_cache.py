@@ -90,7 +90,7 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
 
     def label(slot: ModelSlot) -> str:
         name = "" if slot.held is None else Path(slot.held.spec.path).stem
-        return f"({name})" if slot.is_parked else name
+        return f"({name})" if slot.is_offloaded else name
 
     def run(moment: Moment) -> Ended:
         def free_memory(*_: Any) -> int:

@@ -56,7 +56,7 @@ from devtools.vae_runs import (
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae import share as vae_share
 from workers.parallel.vae.share import apply_vae_split
-from workers.resident.offloaded import ParkedWeights, weight_bytes
+from workers.resident.offloaded import OffloadedWeights, weight_bytes
 from workers.vae import tiles
 from workers.vae.layers import FrameHistory
 from workers.vae.run import decode_chunks_into, encode_chunks_into
@@ -482,14 +482,14 @@ def test_weights_of_transformer_and_vae_that_do_not_fit_side_by_side_take_turns(
         assert {end.stats.bytes_read for end in again} == {0}
 
 
-def test_parked_weights_keep_their_values_and_what_they_share() -> None:
+def test_offloaded_weights_keep_their_values_and_what_they_share() -> None:
     model = nn.Linear(5, 7)
     alias = model.weight.detach()[2:4]
     before, shared = {name: x.clone() for name, x in model.state_dict().items()}, alias.clone()
-    parked = ParkedWeights(model)
+    offloaded = OffloadedWeights(model)
     assert weight_bytes(model) == 0
-    parked.bring_back()
-    parked.bring_back()  # once more does nothing
+    offloaded.bring_back()
+    offloaded.bring_back()  # once more does nothing
     assert weight_bytes(model) == 4 * (5 * 7 + 7)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert torch.equal(alias, shared)

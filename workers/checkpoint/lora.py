@@ -26,7 +26,7 @@ from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup
 
 from .files import ModelFiles
-from .part import ParameterPart, own_parts
+from .load import ParameterPart, own_parts
 from .reader import TensorReader
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 

@@ -10,15 +10,16 @@ import torch
 from accelerate import init_empty_weights
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.dtypes import WIDE_FLOATS
 from comfy_wan_dist.mesh.shape import TI2V_CHANNELS
-from comfy_wan_dist.model_file.entry import FLOAT_TYPES, TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
-from comfy_wan_dist.model_file.shown import shown
+from comfy_wan_dist.model_file.names import shown
 from comfy_wan_dist.model_file.vae_names import REMEDY, official_vae_tensors
+from workers.parallel.parallelize import allocate_parameters
 from workers.vae.run import SPATIAL, TEMPORAL
 from workers.vae.wan22 import VAEConfig, WanVAE
 
-from .allocate import allocate_parameters
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections, pass_by, read_alone
 
 # The published VAE has 196. From many more a model would be sketched at length before it is found to be another.
@@ -56,9 +57,9 @@ def build_vae(
             f"but Wan2.2 TI2V-5B needs {SPATIAL} and {TEMPORAL}; {REMEDY}"
         )
     for name, entry in entries.items():
-        if entry.dtype not in FLOAT_TYPES:
+        if entry.dtype not in WIDE_FLOATS:
             raise ModelFileError(
-                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(FLOAT_TYPES)}, so {REMEDY}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(WIDE_FLOATS)}, so {REMEDY}"
             )
     with init_empty_weights(include_buffers=True):
         vae = WanVAE(config)

@@ -303,7 +303,3 @@ def sinusoid(timesteps: Tensor, freq_dim: int) -> Tensor:
     exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
     angles = timesteps.double().unsqueeze(-1) * 10000.0**-exponents
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
-
-
-FLOAT32_PARAMETERS = ("time_embedding.", "time_projection.", "modulation", "norm")
-"""Parameters kept in float32 whatever the weights' dtype: their names contain one of these."""

@@ -1,4 +1,4 @@
-"""What a job takes on a device, and whether its two experts fit there at once or take turns with host memory."""
+"""Whether a model's weights fit, and what a job takes beside them: what is planned, held against what is free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,64 @@ import torch
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import SampleRequest
+from comfy_wan_dist.mesh.choice import fitting_mesh
+from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import GIB
-from comfy_wan_dist.mesh.memory import RankMemory, rank_memory
+from comfy_wan_dist.mesh.memory import RankMemory, load_bytes, rank_memory
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import PlannedJob
 from workers.parallel.groups import MeshGroups
 
-from .free_memory import free_memory, usable_memory
+from .memory import CAUTION, free_memory, usable_memory
+
+
+def validate_memory(
+    shape: WanShape,
+    degrees: MeshDegrees,
+    *,
+    stage: int,
+    dtype: str,
+    local_ranks: int,
+    device: torch.device,
+    free_bytes: int,
+) -> None:
+    """Refuse weights that do not fit, naming a mesh of as many ranks that would. Raises InsufficientMemoryError.
+
+    local_ranks: those of this machine, which on the CPU share its memory.
+    """
+    shared = device.type == "cpu"
+    each = load_bytes(shape, degrees, stage=stage, dtype=dtype)
+    need = each * local_ranks if shared else each
+    if need <= free_bytes:
+        return
+
+    def fitting(as_dtype: str) -> MeshDegrees | None:
+        return fitting_mesh(
+            shape,
+            device_count=degrees.world_size,
+            share_memory=shared,
+            free_bytes=free_bytes * (degrees.world_size // local_ranks) if shared else free_bytes,
+            dtype=as_dtype,
+        )
+
+    fits = fitting(dtype)
+    remedy = (
+        f"mesh {fits} would fit"
+        if fits
+        else "no mesh of these devices would fit: use more or larger devices"
+    )
+    if fits is None and dtype == "float32" and (smaller := fitting("bfloat16")):
+        remedy += f", or the dtype bfloat16 with mesh {smaller}"
+    whole = f"each rank of mesh {degrees} needs"
+    if shared:
+        whole = (
+            f"the {local_ranks} ranks of mesh {degrees} together need"
+            if local_ranks > 1
+            else f"mesh {degrees} needs"
+        )
+    raise InsufficientMemoryError(
+        f"{whole} {need / GIB:.1f} GiB for the model on {device}, which has {free_bytes / GIB:.1f} GiB free; {remedy}"
+    )
 
 
 def margin_for_both(
@@ -52,14 +103,14 @@ def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) 
     return rank_memory(job, groups.degrees, groups.rank)
 
 
-def validate_host_memory(weights: int, *, local_ranks: int, caution: float) -> None:
+def validate_host_memory(weights: int, *, local_ranks: int) -> None:
     """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError.
 
     weights: bytes of both on one rank.
     """
     free = free_memory(torch.device("cpu"))
     need = weights * local_ranks
-    if need > caution * free:
+    if need > CAUTION * free:
         raise InsufficientMemoryError(
             f"the model's two experts do not fit on the devices together, and to take turns there they need "
             f"{need / GIB:.1f} GiB of host memory, of which {free / GIB:.1f} GiB are free; use a mesh with more tp, pp "

@@ -1,19 +1,26 @@
-"""The memory that a rank may plan with, on its device and on its machine."""
+"""How much memory a rank's device and its machine have free, what of it may be planned with, and what a job took."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import re
+from pathlib import Path
 
 import torch
 
-from .free_memory import free_memory, has_own_memory, usable_memory
-
+UNLIMITED = 2**62
 CAUTION = 0.9
-"""Of what is free: whatever is planned takes somewhat more."""
+"""Share of what is free: whatever is planned takes somewhat more."""
+RESET_PEAK_RESIDENT = "5"
+"""What to write to clear_refs. Source: Linux, Documentation/filesystems/proc.rst."""
 
 
 class Room:
-    """Of one of `local_ranks` ranks on a machine, who share the host's memory, and on the CPU have no other."""
+    """What one rank may plan with: of its device, and of the host's memory, which the machine's `local_ranks` share.
+
+    On the CPU the host's memory is the device's.
+    """
 
     def __init__(self, *, device: torch.device, local_ranks: int) -> None:
         self.device = device
@@ -34,11 +41,11 @@ class Room:
         return free_bytes // self.local_ranks if self.device.type == "cpu" else free_bytes
 
     def spare(self) -> int:
-        """What of them may be planned with."""
+        """The part of `usable` that may be planned with."""
         return int(CAUTION * self.usable())
 
     def spare_on_host(self) -> int:
-        """The same of this rank's part of the machine's memory."""
+        """What may be planned with of this rank's part of the host's memory."""
         return int(CAUTION * free_memory(torch.device("cpu"))) // self.local_ranks
 
     def release(self) -> None:
@@ -46,3 +53,63 @@ class Room:
         gc.collect()  # a compiled block refers to itself
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of the device. On the CPU: what the machine and the control group leave, for all ranks together."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return min(_available_memory(Path("/proc/meminfo")), left_by_group(Path("/sys/fs/cgroup")))
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what is moved to host memory makes room on the device."""
+    return device.type == "cuda"
+
+
+def usable_memory(device: torch.device) -> int:
+    """Free bytes of the device, with those that torch keeps for this process and has not given out."""
+    kept = 0
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free_memory(device) + kept
+
+
+def left_by_group(group: Path) -> int:
+    """Bytes that the limit of a control group leaves; UNLIMITED without one.
+
+    Files that the kernel keeps in memory count as used there, such as a model that was just read; it gives them up.
+    """
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        kept_files = int(counts["active_file"]) + int(counts["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return UNLIMITED
+    return max(0, limit - used + kept_files)
+
+
+def _available_memory(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{meminfo} does not say how much memory is available")
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory` count from now on; where Linux does not allow it, it counts from the process's start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(RESET_PEAK_RESIDENT)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU of torch's tensors, on the CPU of the process, shared memory included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0

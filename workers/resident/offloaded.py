@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class ParkedWeights:
+class OffloadedWeights:
     """Weights that were moved to host memory: `bring_back` moves them to the device again, into the same tensors.
 
     The model keeps its tensors; they have no memory meanwhile, and nothing may run it. Parts that fsdp cuts are moved
@@ -35,7 +35,7 @@ class ParkedWeights:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What parking the model moves."""
+    """What offloading the model moves."""
     return sum(storage.nbytes() for storage in _storages(model))
 
 

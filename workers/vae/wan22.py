@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.model_file.shown import listed
+from comfy_wan_dist.model_file.names import listed
 from workers.vae.layers import (
     CausalConv3d,
     ChannelNorm,
