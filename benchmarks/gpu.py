@@ -43,13 +43,13 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
+from devtools.mesh_runs import single_rank
 from workers.checkpoint.load import load_weights
 from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import WanModel
 from workers.parallel.compile import compile_blocks
-from workers.parallel.groups import single_rank
 from workers.parallel.parallelize import cut_model
 from workers.vae.run import SPATIAL, VAEShare, decode_chunks_into, latent_size
 from workers.vae.wan22 import VAEConfig, WanVAE

@@ -33,7 +33,7 @@ from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.tokens import unpatchify
 from workers.parallel.agreement import Agreement
 from workers.parallel.compile import outside_graphs
-from workers.parallel.groups import PlaneGroups
+from workers.parallel.groups import MeshGroups, PlaneGroups
 from workers.parallel.parallelize import cut_model, finish_model
 from workers.runner import PlaneRunner
 from workers.sampling.denoise import Conditioning, guided_velocity
@@ -308,6 +308,12 @@ def mesh_degrees(mesh: str) -> MeshDegrees:
     degrees = parse_mesh(mesh)
     assert degrees is not None, "auto is no mesh to run on"
     return degrees
+
+
+def single_rank() -> MeshGroups:
+    """The groups of a rank that works alone: every operation is the identity."""
+    single = MeshDegrees()
+    return PlaneGroups(layout=single, rank=0).for_mesh(single)
 
 
 def sample_rank(

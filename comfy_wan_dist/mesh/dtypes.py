@@ -75,7 +75,7 @@ class Packing:
     is_scaled: bool = False
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of so many values, which begin with a block."""
+        """Bytes of a row of so many values, which begin with a block."""
         return -(-columns // self.items) * self.size
 
     def covering(self, start: int, stop: int) -> range:
@@ -83,7 +83,7 @@ class Packing:
         return range(start // self.items, -(-stop // self.items))
 
     def most_bytes(self, columns: int, *, parts: int) -> int:
-        """Of a row of one of `parts` ranks that share its columns evenly; the one whose cuts cover most blocks."""
+        """Bytes of a row's part where `parts` ranks share its columns evenly: the part that touches most blocks."""
         part = columns // parts
         starts = range(0, part * parts, part)
         return max(len(self.covering(start, start + part)) for start in starts) * self.size

@@ -26,7 +26,7 @@ UNPACKING_BYTES = 8
 """For each value of a packed weight in use: float32 on its way to its dtype, and the bytes that it comes from."""
 
 BlockPacking = tuple[Packing | None, ...]
-"""Of each of a block's parameters; None for one that is not packed."""
+"""How each of a block's parameters is packed; None for one that is not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
 
 
 def image_bytes(job: PlannedJob, share: RankShare) -> int:
-    """Of one token in models with image conditioning: that of each branch, and latent and image side by side."""
+    """Bytes of one token's image conditioning: of each branch, and of latent and image side by side."""
     if not job.shape.image_dim:
         return 0
     branches = len(share.branches)
@@ -78,9 +78,9 @@ def image_bytes(job: PlannedJob, share: RankShare) -> int:
 
 
 def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
-    """Of the weights of a rank of stage `stage`.
+    """Bytes that a rank of stage `stage` holds of the weights.
 
-    Of a tp rank whose share of a packed weight begins or ends inside a block, the most that any of them holds.
+    Where tp ranks' shares of a packed weight begin or end inside a block, it is the most that any of them holds.
     """
     packed = dict(shape.packed)
     total = sum(
@@ -121,7 +121,7 @@ def block_packings(
 def block_bytes(
     shape: WanShape, *, tp: int, parts: int, dtype: str, packing: BlockPacking | None = None
 ) -> int:
-    """Of a tp rank's weights of one block, or of one of the `parts` that fsdp cuts them into."""
+    """Bytes that a tp rank has of one block's weights, or of one of the `parts` that fsdp cuts them into."""
     return sum(
         parameter_bytes(each, shape, tp=tp, parts=parts, dtype=dtype, packing=packed)
         for each, packed in zip(BLOCK, packing or (None,) * len(BLOCK), strict=True)
@@ -137,7 +137,7 @@ def parameter_bytes(
     dtype: str,
     packing: Packing | None,
 ) -> int:
-    """Of a tp rank's share of one parameter, or of one of the `parts` that fsdp cuts that into.
+    """Bytes that a tp rank has of one parameter, or of one of the `parts` that fsdp cuts its share into.
 
     fsdp cuts rows of dim 0, each parameter by itself, and pads where they do not divide.
     """
@@ -154,7 +154,7 @@ def parameter_bytes(
 
 
 def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
-    """Of the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
+    """Bytes for the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
     packed = {split_name(name)[1] for name, _ in shape.packed}
     # Along whichever dim it is cut, a rank's part is as large.
     sizes = (
@@ -166,7 +166,7 @@ def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
 
 
 def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
-    """Of the whole blocks that a rank holds for a moment with fsdp: the one that runs, the next one, its buffer."""
+    """Bytes of the whole blocks that fsdp holds for a moment: the one that runs, the next one, and its buffer."""
     if not degrees.fsdp:
         return 0
     sizes = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import partial
 
 from .shape import PATCH_SIZE, WanShape
 from .shards import ShardRange, shard_range
@@ -59,7 +60,7 @@ class Parameter:
     stage: Stage = Stage.EVERY
 
     def shape(self, model: WanShape) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The whole parameter's."""
         return tuple(size if isinstance(size, int) else getattr(model, size) for size in self.sizes)
 
 
@@ -73,22 +74,12 @@ def linear(
     stage: Stage = Stage.EVERY,
 ) -> tuple[Parameter, ...]:
     """Weight [out, columns, *more] and bias [out]."""
+    line = partial(Parameter, is_float32=is_float32, stage=stage)
     column_cut = 0 if cut is Cut.COLUMN else None
+    weight_cut = 1 if cut is Cut.ROW else column_cut
     return (
-        Parameter(
-            name=f"{name}.weight",
-            sizes=(out, columns, *more),
-            cut_dim=1 if cut is Cut.ROW else column_cut,
-            is_float32=is_float32,
-            stage=stage,
-        ),
-        Parameter(
-            name=f"{name}.bias",
-            sizes=(out,),
-            cut_dim=column_cut,
-            is_float32=is_float32,
-            stage=stage,
-        ),
+        line(name=f"{name}.weight", sizes=(out, columns, *more), cut_dim=weight_cut),
+        line(name=f"{name}.bias", sizes=(out,), cut_dim=column_cut),
     )
 
 

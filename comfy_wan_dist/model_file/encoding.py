@@ -78,7 +78,7 @@ class StoredTensor:
 
     @property
     def as_bytes(self) -> TensorEntry:
-        """Of a matrix: its rows as bytes."""
+        """A matrix whose rows are taken as bytes."""
         rows, columns = self.shape
         return TensorEntry(
             dtype="U8",

@@ -39,6 +39,7 @@ from devtools.mesh_runs import (
     build_request,
     mesh_degrees,
     model_spec,
+    single_rank,
 )
 from workers.checkpoint import reader
 from workers.checkpoint.load import load_weights
@@ -47,7 +48,6 @@ from workers.checkpoint.sharing import pass_by, read_alone
 from workers.checkpoint.vae import load_vae
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger
-from workers.parallel.groups import single_rank
 from workers.parallel.parallelize import cut_model
 from workers.resident.fit import validate_memory
 from workers.resident.memory import UNLIMITED, free_memory, left_by_group

@@ -313,7 +313,7 @@ def test_planned_gathers_of_packed_blocks_are_the_counted_ones(
         assert predict_ledger(job, degrees, rank) == ledger
 
 
-@pytest.mark.parametrize("kind", BLOCKS.keys() | FP8.keys())
+@pytest.mark.parametrize("kind", [*BLOCKS, *FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unpacking_takes_no_more_than_planned(kind: str, dtype: torch.dtype) -> None:
     packing = replace(PACKINGS[kind], is_scaled=kind in FP8)

@@ -16,7 +16,7 @@ from torch import Tensor
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
-from devtools.mesh_runs import relative_error
+from devtools.mesh_runs import relative_error, single_rank
 from devtools.references import build_diffusers_transformer
 from workers.model.rope import apply_rope, rope_table
 from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
@@ -29,7 +29,6 @@ from workers.model.wan import (
     scale_rms,
     sinusoid,
 )
-from workers.parallel.groups import single_rank
 from workers.parallel.parallelize import cut_model
 
 CPU = torch.device("cpu")

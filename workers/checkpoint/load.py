@@ -48,7 +48,7 @@ class ParameterPart:
 
     @property
     def file_bytes(self) -> int:
-        """Of the whole parameter."""
+        """Bytes of the whole parameter in the file."""
         return self.stored.entry.size
 
     @property
@@ -132,8 +132,12 @@ class ParameterPart:
         return values
 
     def _scale(self, reader: SharedReader, entry: TensorEntry) -> float:
-        holders, device = self.holders(reader.groups), self.target.device
-        return read_scale(reader, entry, self.name, holders=holders, device=device)
+        """The weight's scale. `reader` keeps ModelFileError for one that no weight can have."""
+        scale = torch.ones(1, device=self.target.device)
+        reader.read_into(scale, entry, holders=self.holders(reader.groups))
+        value = scale.item()
+        reader.attempt(lambda: validate_scale(value, self.name))
+        return value
 
     def write(self, values: Tensor, rows: range, columns: range) -> bool:
         """Keep what of `values`, at these rows and columns of the parameter, is the rank's own.
@@ -214,17 +218,6 @@ def load_weights(
                     part.load(reader)
             milestone(done, total, reader.error)
         return reader.bytes_read
-
-
-def read_scale(
-    reader: SharedReader, entry: TensorEntry, name: str, *, holders: AxisGroup, device: torch.device
-) -> float:
-    """The scale of the weight `name`. Keeps ModelFileError for one that no weight can have."""
-    scale = torch.ones(1, device=device)
-    reader.read_into(scale, entry, holders=holders)
-    value = scale.item()
-    reader.attempt(lambda: validate_scale(value, name))
-    return value
 
 
 def validate_scale(scale: float, name: str) -> None:

@@ -31,7 +31,7 @@ from .reader import TensorReader
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 PIECE_ITEMS = 16 * 2**20
-"""Of a weight that are changed at once: 64 MiB in float32, and as much again for the change."""
+"""How many values are changed at once: 64 MiB in float32, and as much again for the change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from comfy_wan_dist.mesh.dtypes import BY_CODE, BY_NAME
+from comfy_wan_dist.mesh.dtypes import BY_CODE
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of that name, such as bfloat16. Raises KeyError."""
-    dtype: torch.dtype = getattr(torch, BY_NAME[name].name)
+    """The type of that name, such as bfloat16."""
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

@@ -108,9 +108,3 @@ class PlaneGroups:
         return AxisGroup(
             axis=name, ranks=own, rank=own.index(self.rank), group=made[own], ledger=self.ledger
         )
-
-
-def single_rank() -> MeshGroups:
-    """The groups of a rank that works alone: every operation is the identity."""
-    single = MeshDegrees()
-    return PlaneGroups(layout=single, rank=0).for_mesh(single)

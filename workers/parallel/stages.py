@@ -35,13 +35,10 @@ def select_stage(model: WanModel, pp: AxisGroup) -> None:
     for index in range(model.shape.num_layers):
         if not own.start <= index < own.stop:
             del model.blocks[str(index)]
-    others = {
-        each.name.partition(".")[0]
-        for each in OUTER
-        if not each.stage.includes(pp.rank, stages=pp.size)
-    }
-    for module in others:
-        delattr(model, module)
+    for each in OUTER:
+        module = each.name.partition(".")[0]
+        if hasattr(model, module) and not each.stage.includes(pp.rank, stages=pp.size):
+            delattr(model, module)
 
 
 def forward_in_stages(

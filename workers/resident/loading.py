@@ -41,11 +41,8 @@ class FoundModel:
 class ModelLoader:
     """Loads transformers for one rank."""
 
-    def __init__(
-        self, *, plane: PlaneGroups, local_ranks: int, files: ModelFiles, room: Room
-    ) -> None:
+    def __init__(self, *, plane: PlaneGroups, files: ModelFiles, room: Room) -> None:
         self._plane = plane
-        self._local_ranks = local_ranks
         self._files = files
         self._room = room
 
@@ -66,7 +63,7 @@ class ModelLoader:
             groups.degrees,
             stage=groups.pp.rank,
             dtype=found.spec.dtype,
-            local_ranks=self._local_ranks,
+            local_ranks=self._room.local_ranks,
             device=self._room.device,
             free_bytes=self._room.free(),
         )
@@ -115,7 +112,7 @@ class ModelLoader:
 
     def _read_groups(self) -> ReadGroups:
         """Collectives: the making of groups that no earlier load needed, so not between two votes."""
-        return build_read_groups(self._plane, local_ranks=self._local_ranks)
+        return build_read_groups(self._plane, local_ranks=self._room.local_ranks)
 
     def _fill(
         self,

@@ -60,7 +60,7 @@ class ModelSlot:
         return 0 if self._offloaded is None else self._offloaded.bytes
 
     def device_bytes(self) -> int:
-        """Of its weights, as far as they are on the device."""
+        """Bytes of its weights that are on the device."""
         return 0 if self.held is None else weight_bytes(self.held.loaded.model)
 
     def offload(self) -> None:

@@ -46,7 +46,7 @@ class Transformers:
         self.bytes_read = 0
         self._plane = plane
         self._local_ranks = local_ranks
-        self._loader = ModelLoader(plane=plane, local_ranks=local_ranks, files=files, room=room)
+        self._loader = ModelLoader(plane=plane, files=files, room=room)
         self._room = room
         self._drop_vae = drop_vae
 
