@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.pipeline import bubble
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import PlannedJob, bubble
 from comfy_wan_dist.planning.hardware import cpu_device
 from comfy_wan_dist.planning.seconds import predict_seconds
 from devtools.calibration import measure_mesh

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from comfy_wan_dist.mesh.dtypes import BY_NAME
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.vae_parameters import vae_parameters
 from comfy_wan_dist.mesh.vae_shape import VAEConfig
 
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 TINY_TRANSFORMER = WanShape(dim=512, ffn_dim=1024, num_layers=3, in_dim=48, out_dim=48)
 TINY_VAE = VAEConfig(z_dim=48, encoder_dim=16, decoder_dim=16)
 
@@ -69,11 +69,12 @@ def _write_weights(
     path: Path, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype
 ) -> None:
     """`_random_weights` as a safetensors file. Holds one tensor at a time, however large the file."""
+    code = BY_NAME[str(dtype).removeprefix("torch.")].code
     header: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     raw = json.dumps(header).encode()
     generator = torch.Generator().manual_seed(seed)
     with path.open("wb") as file:

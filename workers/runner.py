@@ -60,8 +60,7 @@ class PlaneRunner:
         )
 
     def run(self, request: JobRequest, job: Job) -> JobStats:
-        self._transformers.start_count()
-        self._vae.bytes_read = 0
+        self._transformers.bytes_read = self._vae.bytes_read = 0
         self._plane.ledger.clear()
         reset_peak_memory(self._device)
         note = ""

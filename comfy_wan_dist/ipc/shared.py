@@ -35,7 +35,6 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .dtypes import BYTE, COMPUTE, FLOAT64, INT32, INT64
 from .errors import ProtocolError
 from .messages import TensorRef
 
@@ -44,7 +43,8 @@ MAX_BUFFER_BYTES = 2**40
 MAX_DIMS = 8
 
 DTYPES: dict[str, torch.dtype] = {
-    dtype.name: getattr(torch, dtype.name) for dtype in (*COMPUTE, FLOAT64, BYTE, INT32, INT64)
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float64", "uint8", "int32", "int64")
 }
 """What may travel. No bool: a byte other than 0 and 1 in one is undefined behaviour."""
 

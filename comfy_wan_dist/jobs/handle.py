@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 
-from ..ipc.dtypes import compute_dtype
 from ..ipc.errors import ConfigError
 from ..ipc.messages import LoraSpec, ModelSpec, VAESpec
 from ..mesh.choice import choose_mesh
 from ..mesh.degrees import MeshDegrees, parse_mesh
 from ..mesh.devices import DeviceList, parse_devices
+from ..mesh.dtypes import BY_CODE, COMPUTED, FLOATS
 from ..mesh.machines import Machines, parse_machines, validate_machines
 from ..mesh.memory import weight_bytes
 from ..mesh.shape import WanShape
@@ -26,6 +26,8 @@ from ..model_file.lora import LoraFile, changed_shape, read_lora
 from ..model_file.vae import read_vae_file
 from ..model_file.wan import read_wan_file, validate_experts
 
+AUTO = "auto"
+DTYPES = (AUTO, *sorted(COMPUTED))
 MAX_STRENGTH = 100.0
 BOTH, HIGH_NOISE, LOW_NOISE = EXPERTS = ("both", "high noise", "low noise")
 
@@ -129,7 +131,7 @@ def resolve_model(
     loras = tuple(read_lora(each, file.shape) for each in lora_files)
     changed = {name for lora in loras for name in lora.patches}
     shape = changed_shape(file.shape, changed)
-    dtype = compute_dtype(handle.dtype, is_cuda=devices.kind == "cuda", code=file.dtype)
+    dtype = resolve_dtype(handle.dtype, devices=devices, code=file.dtype)
     device_memory = cuda_memory if devices.kind == "cuda" else None
     low_file = None
     if handle.low_noise_path:
@@ -212,8 +214,22 @@ def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
         path=file.path,
         file_bytes=file.file_bytes,
         mtime_ns=file.mtime_ns,
-        dtype=compute_dtype(dtype, is_cuda=devices.kind == "cuda", code=file_dtype),
+        dtype=resolve_dtype(dtype, devices=devices, code=file_dtype),
     )
+
+
+def resolve_dtype(asked: str, *, devices: DeviceList, code: str) -> str:
+    """`auto` is bfloat16 on CUDA; on the CPU the type that files call `code`, or float32 if none is computed in that.
+
+    Raises ConfigError.
+    """
+    if asked not in DTYPES:
+        raise ConfigError(f"dtype {asked!r} is not known; choose {', '.join(DTYPES)}")
+    if asked != AUTO:
+        return asked
+    if devices.kind == "cuda":
+        return "bfloat16"
+    return BY_CODE[code].name if code in FLOATS else "float32"
 
 
 def fingerprint(file: ModelFile) -> str:

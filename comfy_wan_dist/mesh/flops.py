@@ -12,7 +12,7 @@ from .degrees import MeshDegrees
 from .workload import Counting, PlannedJob, RankShare, rank_share
 
 VAE_FLOPS_PER_PIXEL = 2e7
-"""Of the decoder at 121x704x1280, 2.0e15 in all."""
+"""The decoder's at 121x704x1280, where it takes 2.0e15 in all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,5 +102,5 @@ def _ends(job: PlannedJob, share: RankShare) -> int:
 
 
 def vae_flops(*, frames: int, height: int, width: int) -> float:
-    """Of decoding so many pixels on all ranks together; encoding is of the same order."""
+    """The work of decoding so many pixels, on all ranks together; encoding is of the same order."""
     return VAE_FLOPS_PER_PIXEL * frames * height * width

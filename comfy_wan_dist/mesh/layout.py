@@ -36,7 +36,7 @@ def rank_at(degrees: MeshDegrees, place: dict[str, int]) -> int:
 
 def stage_ranks(degrees: MeshDegrees) -> list[int]:
     """The rank of each stage that has the longest shards."""
-    place = dict.fromkeys(("dp", "cfg", "ring", "ulysses", "tp"), 0)
+    place = dict.fromkeys(AXES, 0)
     return [rank_at(degrees, {**place, "pp": stage}) for stage in range(degrees.pp)]
 
 

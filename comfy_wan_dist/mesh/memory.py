@@ -9,11 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from ..ipc.dtypes import DTYPE_BYTES
 from .degrees import MeshDegrees
-from .packing import Packing
-from .parameters import BLOCK, OUTSIDE, Parameter, Stage, find_parameter
-from .pipeline import stage_blocks
+from .dtypes import BY_NAME, Packing
+from .parameters import BLOCK, OUTER, Parameter, split_name, stage_blocks
 from .shape import HEAD_DIM, PATCH_POSITIONS, WanShape
 from .workload import PlannedJob, RankShare, rank_share
 
@@ -28,7 +26,7 @@ UNPACKING_BYTES = 8
 """For each value of a packed weight in use: float32 on its way to its dtype, and the bytes that it comes from."""
 
 BlockPacking = tuple[Packing | None, ...]
-"""Of each of a block's parameters, in the table's order; None for one that is not packed."""
+"""How each of a block's parameters is packed; None for one that is not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +55,7 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
     share = rank_share(job, degrees, rank)
     dim, tokens = job.shape.dim, share.shards
     text_rows = share.text_batch * sum(share.branches) * share.blocks
-    latent = share.samples.size * job.shape.token_dim * DTYPE_BYTES["float32"]
+    latent = share.samples.size * job.shape.token_dim * BY_NAME["float32"].bytes
     rope = tokens.cp.size * HEAD_DIM // 2 * 8  # complex64
     images = tokens.sp.size * image_bytes(job, share)
     return RankMemory(
@@ -71,70 +69,32 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
 
 
 def image_bytes(job: PlannedJob, share: RankShare) -> int:
-    """Of one token in models with image conditioning: that of each branch, and latent and image side by side."""
+    """Bytes of one token's image conditioning: of each branch, and of latent and image side by side."""
     if not job.shape.image_dim:
         return 0
     branches = len(share.branches)
     channels = branches * job.shape.image_dim + branches * job.shape.in_dim
-    return share.samples.size * channels * PATCH_POSITIONS * DTYPE_BYTES["float32"]
+    return share.samples.size * channels * PATCH_POSITIONS * BY_NAME["float32"].bytes
 
 
 def weight_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
-    """The weights of a rank of stage `stage`.
+    """Bytes that a rank of stage `stage` holds of the weights.
 
-    Of a tp rank whose share of a packed weight begins or ends inside a block, the most that any of them holds.
+    Where tp ranks' shares of a packed weight begin or end inside a block, it is the most that any of them holds.
     """
     packed = dict(shape.packed)
-    stages = {Stage.ALL, *([Stage.FIRST] if stage == 0 else [])}
-    stages |= {Stage.LAST} if stage == degrees.pp - 1 else set()
     total = sum(
-        part_bytes(each, shape, tp=1, parts=1, dtype=dtype, packing=packed.get(each.name))
-        for each in OUTSIDE
-        if each.stage in stages
+        parameter_bytes(
+            each, shape, tp=degrees.tp, parts=1, dtype=dtype, packing=packed.get(each.name)
+        )
+        for each in OUTER
+        if each.stage.includes(stage, stages=degrees.pp)
     )
     parts = degrees.replicas if degrees.fsdp else 1
     for packing, count in block_packings(shape, stages=degrees.pp, stage=stage):
-        each_block = block_bytes(shape, tp=degrees.tp, parts=parts, dtype=dtype, packing=packing)
-        total += count * each_block
+        each = block_bytes(shape, tp=degrees.tp, parts=parts, dtype=dtype, packing=packing)
+        total += count * each
     return total
-
-
-def part_bytes(
-    parameter: Parameter,
-    shape: WanShape,
-    *,
-    tp: int,
-    parts: int,
-    dtype: str,
-    packing: Packing | None,
-) -> int:
-    """A tp rank's share of a parameter, or one of the `parts` that fsdp cuts it into.
-
-    fsdp cuts rows of dim 0, padded where they do not divide.
-    """
-    rows, columns = parameter.dims(shape)[0], prod(parameter.dims(shape)[1:])
-    if parameter.cut_dim == 0:
-        rows //= tp
-    column_parts = tp if parameter.cut_dim == 1 else 1
-    if packing is None:
-        item = DTYPE_BYTES["float32" if parameter.is_float32 else dtype]
-        row_bytes = columns // column_parts * item
-    else:
-        row_bytes = packing.most_bytes(columns, parts=column_parts)
-    return -(-rows // parts) * row_bytes
-
-
-def block_packings(
-    shape: WanShape, *, stages: int = 1, stage: int = 0
-) -> tuple[tuple[BlockPacking, int], ...]:
-    """The different packings of a stage's blocks, and how many blocks have each."""
-    packed = dict(shape.packed)
-    blocks = stage_blocks(shape.num_layers, stages=stages, stage=stage)
-    found = Counter(
-        tuple(packed.get(f"blocks.{index}.{each.name}") for each in BLOCK)
-        for index in range(blocks.start, blocks.stop)
-    )
-    return tuple(found.items())
 
 
 def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str) -> int:
@@ -144,27 +104,69 @@ def load_bytes(shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str)
     return weights + moment + WORKING_BYTES
 
 
+def block_packings(
+    shape: WanShape, *, stages: int = 1, stage: int = 0
+) -> tuple[tuple[BlockPacking, int], ...]:
+    """The different packings of a stage's blocks, and how many blocks have each."""
+    blocks = stage_blocks(shape.num_layers, stages=stages, stage=stage)
+    forms: list[list[Packing | None]] = [[None] * len(BLOCK) for _ in range(shape.num_layers)]
+    places = {each.name: place for place, each in enumerate(BLOCK)}
+    for name, packing in shape.packed:
+        index, own = split_name(name)
+        if index is not None:
+            forms[index][places[own]] = packing
+    return tuple(Counter(map(tuple, forms[blocks.start : blocks.stop])).items())
+
+
 def block_bytes(
     shape: WanShape, *, tp: int, parts: int, dtype: str, packing: BlockPacking | None = None
 ) -> int:
-    """A tp rank's weights of one block, or one of the `parts` that fsdp cuts each of them into."""
+    """Bytes that a tp rank has of one block's weights, or of one of the `parts` that fsdp cuts them into."""
     return sum(
-        part_bytes(each, shape, tp=tp, parts=parts, dtype=dtype, packing=packed)
+        parameter_bytes(each, shape, tp=tp, parts=parts, dtype=dtype, packing=packed)
         for each, packed in zip(BLOCK, packing or (None,) * len(BLOCK), strict=True)
     )
 
 
+def parameter_bytes(
+    parameter: Parameter,
+    shape: WanShape,
+    *,
+    tp: int,
+    parts: int,
+    dtype: str,
+    packing: Packing | None,
+) -> int:
+    """Bytes that a tp rank has of one parameter, or of one of the `parts` that fsdp cuts its share into.
+
+    fsdp cuts rows of dim 0, each parameter by itself, and pads where they do not divide.
+    """
+    rows, *inner = parameter.shape(shape)
+    columns, columns_cut = prod(inner), tp if parameter.cut_dim == 1 else 1
+    if parameter.cut_dim == 0:
+        rows //= tp
+    if packing is None:
+        item = BY_NAME["float32" if parameter.is_float32 else dtype].bytes
+        row_bytes = columns // columns_cut * item
+    else:
+        row_bytes = packing.most_bytes(columns, parts=columns_cut)
+    return -(-rows // parts) * row_bytes
+
+
 def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
-    """The largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
-    lines = [find_parameter(name) for name, _ in shape.packed]
-    sizes = [
-        prod(line.dims(shape)) // (1 if line.cut_dim is None else degrees.tp) for line in lines
-    ]
+    """Bytes for the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
+    packed = {split_name(name)[1] for name, _ in shape.packed}
+    # Along whichever dim it is cut, a rank's part is as large.
+    sizes = (
+        prod(each.shape(shape)) // (1 if each.cut_dim is None else degrees.tp)
+        for each in (*OUTER, *BLOCK)
+        if each.name in packed
+    )
     return UNPACKING_BYTES * max(sizes, default=0)
 
 
 def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
-    """Of the whole blocks that a rank holds for a moment with fsdp: the one that runs, the next one, its buffer."""
+    """Bytes of the whole blocks that fsdp holds for a moment: the one that runs, the next one, and its buffer."""
     if not degrees.fsdp:
         return 0
     sizes = [

@@ -1,116 +1,40 @@
-"""The parameters of a Wan transformer: names, shapes, how tensor parallelism cuts them, which stay float32.
+"""Every parameter of a Wan transformer, written once: its name and shape, how tp cuts it, which stage holds it.
 
-One table, which everything that speaks of parameters reads: the file check, the module swap, the loader, and the
-formulas of memory. The names are those of the official checkpoints.
+The file check, the loader, the module swap of tensor parallelism and the memory formulas read it; workers/model/wan.py
+says what the parameters are for. Names and shapes are those of the official checkpoints.
 """
 
 from __future__ import annotations
 
 import enum
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from .shape import PATCH_SIZE, WanShape
+from .shards import ShardRange, shard_range
 
-Dims = Callable[[WanShape], tuple[int, ...]]
-
-
-class Cut(enum.Enum):
-    """How a module's parameters are cut over the tensor-parallel ranks."""
-
-    COLUMN = "column"
-    """A linear cut by output features: weight dim 0, bias dim 0. Its input is replicated, its output sharded."""
-    ROW = "row"
-    """A linear cut by input features: weight dim 1. Its partial outputs are summed; the bias counts once."""
-    SHARDED_NORM = "sharded_norm"
-    """A norm over sharded features: weight dim 0; its statistic is reduced over the ranks."""
-    REPLICATED = "replicated"
+Size = int | str
+"""A number, or the name of one of WanShape's."""
 
 
 class Stage(enum.Enum):
-    """Which pipeline stages hold a parameter outside the blocks."""
+    """Which pipeline stages hold a parameter."""
 
-    ALL = "all"
     FIRST = "first"
     LAST = "last"
+    EVERY = "every"
+
+    def includes(self, stage: int, *, stages: int) -> bool:
+        return self is Stage.EVERY or stage == (0 if self is Stage.FIRST else stages - 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """A line of the table. name: within its block, or in the model. is_float32: whatever the weights' dtype is."""
+class Cut(enum.Enum):
+    """How tp cuts a linear. Without one, every rank has all of it."""
 
-    name: str
-    dims: Dims
-    cut: Cut = Cut.REPLICATED
-    is_float32: bool = False
-    stage: Stage = Stage.ALL
-
-    @property
-    def cut_dim(self) -> int | None:
-        """The dim that tp cuts."""
-        if self.cut is Cut.REPLICATED or (self.cut is Cut.ROW and self.name.endswith(".bias")):
-            return None
-        return 1 if self.cut is Cut.ROW else 0
-
-
-def _linear(
-    name: str,
-    dims: Dims,
-    cut: Cut = Cut.REPLICATED,
-    *,
-    is_float32: bool = False,
-    stage: Stage = Stage.ALL,
-) -> tuple[Parameter, Parameter]:
-    """dims: of the weight, outputs first; the bias has the first of them."""
-
-    def parameter(leaf: str, dims: Dims) -> Parameter:
-        name_of_it = f"{name}.{leaf}"
-        return Parameter(name=name_of_it, dims=dims, cut=cut, is_float32=is_float32, stage=stage)
-
-    return parameter("weight", dims), parameter("bias", lambda shape: dims(shape)[:1])
-
-
-def _norm(name: str, cut: Cut) -> Parameter:
-    return Parameter(name=f"{name}.weight", dims=lambda s: (s.dim,), cut=cut, is_float32=True)
-
-
-def _attention(name: str) -> tuple[Parameter, ...]:
-    projections = [
-        parameter
-        for each in "qkvo"
-        for parameter in _linear(
-            f"{name}.{each}", lambda s: (s.dim, s.dim), Cut.ROW if each == "o" else Cut.COLUMN
-        )
-    ]
-    norms = [_norm(f"{name}.norm_{each}", Cut.SHARDED_NORM) for each in "qk"]
-    return (*projections, *norms)
-
-
-BLOCK: tuple[Parameter, ...] = (
-    Parameter(name="modulation", dims=lambda s: (1, 6, s.dim), is_float32=True),
-    *_attention("self_attn"),
-    *_attention("cross_attn"),
-    _norm("norm3", Cut.REPLICATED),
-    Parameter(name="norm3.bias", dims=lambda s: (s.dim,), is_float32=True),
-    *_linear("ffn.0", lambda s: (s.ffn_dim, s.dim), Cut.COLUMN),
-    *_linear("ffn.2", lambda s: (s.dim, s.ffn_dim), Cut.ROW),
-)
-"""Each block's parameters."""
-
-OUTSIDE: tuple[Parameter, ...] = (
-    *_linear("patch_embedding", lambda s: (s.dim, s.in_dim, *PATCH_SIZE), stage=Stage.FIRST),
-    *_linear("text_embedding.0", lambda s: (s.dim, s.text_dim)),
-    *_linear("text_embedding.2", lambda s: (s.dim, s.dim)),
-    *_linear("time_embedding.0", lambda s: (s.dim, s.freq_dim), is_float32=True),
-    *_linear("time_embedding.2", lambda s: (s.dim, s.dim), is_float32=True),
-    *_linear("time_projection.1", lambda s: (6 * s.dim, s.dim), is_float32=True),
-    Parameter(
-        name="head.modulation", dims=lambda s: (1, 2, s.dim), is_float32=True, stage=Stage.LAST
-    ),
-    *_linear("head.head", lambda s: (s.token_dim, s.dim), stage=Stage.LAST),
-)
-"""The other parameters."""
+    COLUMN = "column"
+    """By output features: dim 0 of weight and bias. Its input is replicated, its output sharded."""
+    ROW = "row"
+    """By input features: dim 1 of the weight. Its partial outputs are summed; the bias counts once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,35 +46,122 @@ class Slice:
     stop: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One line's tensor. name: of a block's what follows `blocks.N.`.
+
+    cut_dim: which dim tp cuts; None if every rank has all of it. is_float32: float32 whatever the weights' dtype is.
+    """
+
+    name: str
+    sizes: tuple[Size, ...]
+    cut_dim: int | None = None
+    is_float32: bool = False
+    stage: Stage = Stage.EVERY
+
+    def shape(self, model: WanShape) -> tuple[int, ...]:
+        """The whole parameter's."""
+        return tuple(size if isinstance(size, int) else getattr(model, size) for size in self.sizes)
+
+
+def linear(
+    name: str,
+    out: Size,
+    columns: Size,
+    *more: int,
+    cut: Cut | None = None,
+    is_float32: bool = False,
+    stage: Stage = Stage.EVERY,
+) -> tuple[Parameter, ...]:
+    """Weight [out, columns, *more] and bias [out]."""
+    line = partial(Parameter, is_float32=is_float32, stage=stage)
+    column_cut = 0 if cut is Cut.COLUMN else None
+    weight_cut = 1 if cut is Cut.ROW else column_cut
+    return (
+        line(name=f"{name}.weight", sizes=(out, columns, *more), cut_dim=weight_cut),
+        line(name=f"{name}.bias", sizes=(out,), cut_dim=column_cut),
+    )
+
+
+def float32(
+    name: str, *sizes: Size, cut_dim: int | None = None, stage: Stage = Stage.EVERY
+) -> tuple[Parameter, ...]:
+    """One that stays float32: of a norm, or a modulation."""
+    return (Parameter(name=name, sizes=sizes, cut_dim=cut_dim, is_float32=True, stage=stage),)
+
+
+OUTER = (
+    *linear("patch_embedding", "dim", "in_dim", *PATCH_SIZE, stage=Stage.FIRST),
+    *linear("text_embedding.0", "dim", "text_dim"),
+    *linear("text_embedding.2", "dim", "dim"),
+    *linear("time_embedding.0", "dim", "freq_dim", is_float32=True),
+    *linear("time_embedding.2", "dim", "dim", is_float32=True),
+    *linear("time_projection.1", "modulation_dim", "dim", is_float32=True),
+    *float32("head.modulation", 1, 2, "dim", stage=Stage.LAST),
+    *linear("head.head", "token_dim", "dim", stage=Stage.LAST),
+)
+"""Outside of the blocks."""
+
+# A norm over sharded features is cut like them; its statistic is reduced over the ranks.
+BLOCK = (
+    *float32("modulation", 1, 6, "dim"),
+    *linear("self_attn.q", "dim", "dim", cut=Cut.COLUMN),
+    *linear("self_attn.k", "dim", "dim", cut=Cut.COLUMN),
+    *linear("self_attn.v", "dim", "dim", cut=Cut.COLUMN),
+    *linear("self_attn.o", "dim", "dim", cut=Cut.ROW),
+    *float32("self_attn.norm_q.weight", "dim", cut_dim=0),
+    *float32("self_attn.norm_k.weight", "dim", cut_dim=0),
+    *linear("cross_attn.q", "dim", "dim", cut=Cut.COLUMN),
+    *linear("cross_attn.k", "dim", "dim", cut=Cut.COLUMN),
+    *linear("cross_attn.v", "dim", "dim", cut=Cut.COLUMN),
+    *linear("cross_attn.o", "dim", "dim", cut=Cut.ROW),
+    *float32("cross_attn.norm_q.weight", "dim", cut_dim=0),
+    *float32("cross_attn.norm_k.weight", "dim", cut_dim=0),
+    *float32("norm3.weight", "dim"),
+    *float32("norm3.bias", "dim"),
+    *linear("ffn.0", "ffn_dim", "dim", cut=Cut.COLUMN),
+    *linear("ffn.2", "dim", "ffn_dim", cut=Cut.ROW),
+)
+"""In each block."""
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """A parameter's full name as its block, None outside of them, and its name in the table."""
+    first, _, rest = name.partition(".")
+    index, _, own = rest.partition(".")
+    return (int(index), own) if first == "blocks" and index.isdecimal() else (None, name)
+
+
+def parameter_of(name: str) -> Parameter:
+    """The line of a parameter's full name. Raises KeyError for a name that the table does not know."""
+    block, own = split_name(name)
+    for parameter in OUTER if block is None else BLOCK:
+        if parameter.name == own:
+            return parameter
+    raise KeyError(f"{name!r} is no parameter of the table")
+
+
 def expected_parameters(shape: WanShape) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model and its full shape, official names."""
-    expected = {each.name: each.dims(shape) for each in OUTSIDE if each.stage is not Stage.LAST}
-    for index in range(shape.num_layers):
-        expected |= {f"blocks.{index}.{each.name}": each.dims(shape) for each in BLOCK}
-    return expected | {each.name: each.dims(shape) for each in OUTSIDE if each.stage is Stage.LAST}
-
-
-def find_parameter(name: str) -> Parameter:
-    """The line of a parameter. Raises KeyError for a name that the table does not know."""
-    in_block = re.fullmatch(r"blocks\.\d+\.(.+)", name)
-    lines, known_as = (BLOCK, in_block[1]) if in_block else (OUTSIDE, name)
-    for line in lines:
-        if line.name == known_as:
-            return line
-    raise KeyError(f"{name!r} is no parameter of a Wan transformer")
-
-
-def cut_of(module_name: str) -> Cut:
-    """The cut of a module that has a weight. Raises KeyError for a name that the table does not know."""
-    return find_parameter(f"{module_name}.weight").cut
+    """Full name and shape of every parameter, in the order of a forward."""
+    first = [each for each in OUTER if each.stage is not Stage.LAST]
+    last = [each for each in OUTER if each.stage is Stage.LAST]
+    return {
+        **{each.name: each.shape(shape) for each in first},
+        **{
+            f"blocks.{index}.{each.name}": each.shape(shape)
+            for index in range(shape.num_layers)
+            for each in BLOCK
+        },
+        **{each.name: each.shape(shape) for each in last},
+    }
 
 
 def parameter_slice(
     name: str, shape: tuple[int, ...], *, tp_rank: int, tp_size: int
 ) -> Slice | None:
     """Which part of the full parameter `name` a tensor-parallel rank holds; None for all of it."""
-    dim = find_parameter(name).cut_dim
-    if tp_size == 1 or dim is None:
+    dim = None if tp_size == 1 else parameter_of(name).cut_dim
+    if dim is None:
         return None
     if shape[dim] % tp_size:
         raise ValueError(
@@ -158,3 +169,8 @@ def parameter_slice(
         )
     part = shape[dim] // tp_size
     return Slice(dim=dim, start=tp_rank * part, stop=(tp_rank + 1) * part)
+
+
+def stage_blocks(num_layers: int, *, stages: int, stage: int) -> ShardRange:
+    """The contiguous blocks of a stage; earlier stages hold one more where it does not divide."""
+    return shard_range(num_layers, parts=stages, rank=stage)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..ipc.errors import ConfigError
-from .packing import Packing
+from .dtypes import Packing
 from .vae_shape import FRAME_STRIDE, TI2V_CHANNELS, VAE_STRIDE, WAN21_VAE_STRIDE, latent_frames
 
 HEAD_DIM = 128
@@ -41,6 +41,11 @@ class WanShape:
     def token_dim(self) -> int:
         """Features of one output token: a 1x2x2 patch of out_dim channels."""
         return self.out_dim * PATCH_POSITIONS
+
+    @property
+    def modulation_dim(self) -> int:
+        """Features of a block's modulation: shift, scale and gate of self-attention and of the FFN."""
+        return 6 * self.dim
 
     @property
     def image_dim(self) -> int:

@@ -1,4 +1,4 @@
-"""What each rank sends: every collective of a job, and the ledger lines that a run will report.
+"""What each rank sends: every collective of a job.
 
 Bytes are counted as the ledger counts them: the size of what the rank puts into the operation. `sent_bytes` says how
 much of it crosses the rank's link. Uneven shards are exact, rows that fill up a shorter shard included.
@@ -8,13 +8,11 @@ Not covered: votes and heartbeats, which the ledger leaves out too.
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..ipc.dtypes import DTYPE_BYTES
-from ..ipc.messages import LedgerLine
 from .degrees import MeshDegrees
+from .dtypes import BY_NAME
 from .memory import block_bytes, block_packings
 from .shape import HEAD_DIM
 from .workload import Counting, PlannedJob, RankShare, rank_share
@@ -82,21 +80,6 @@ def transfers(
     )
 
 
-def predict_ledger(job: PlannedJob, degrees: MeshDegrees, rank: int) -> tuple[LedgerLine, ...]:
-    """The ledger of rank `rank` of the job's mesh at the end of the job."""
-    calls: Counter[tuple[str, str, str]] = Counter()
-    total: Counter[tuple[str, str, str]] = Counter()
-    for transfer in transfers(job, degrees, rank, Counting.RUN):
-        key = (transfer.op, transfer.axis, transfer.dtype)
-        count = transfer.total_calls(job.steps)
-        calls[key] += count
-        total[key] += count * transfer.bytes
-    return tuple(
-        LedgerLine(op=key[0], axis=key[1], dtype=key[2], calls=calls[key], bytes=total[key])
-        for key in sorted(calls)
-    )
-
-
 def _weights(
     job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
 ) -> Iterator[Transfer]:
@@ -140,7 +123,7 @@ def _text(
             axis="tp",
             ranks=degrees.tp,
             dtype=STATE,
-            bytes=share.text_batch * tokens * DTYPE_BYTES[STATE],
+            bytes=share.text_batch * tokens * BY_NAME[STATE].bytes,
             calls=share.blocks,
             when=when,
         )
@@ -166,7 +149,7 @@ def _pipeline(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterat
             axis="pp",
             ranks=degrees.pp,
             dtype=STATE,
-            bytes=share.forwards * tokens * job.shape.token_dim * DTYPE_BYTES[STATE],
+            bytes=share.forwards * tokens * job.shape.token_dim * BY_NAME[STATE].bytes,
             calls=1,
             when=When.STEP,
         )
@@ -226,10 +209,10 @@ def _tensor(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterator
         )
 
     yield collective(
-        "sums of self-attention norms", "all_reduce", STATE, 2 * tokens * DTYPE_BYTES[STATE], 1
+        "sums of self-attention norms", "all_reduce", STATE, 2 * tokens * BY_NAME[STATE].bytes, 1
     )
     yield collective(
-        "sums of cross-attention norms", "all_reduce", STATE, tokens * DTYPE_BYTES[STATE], 1
+        "sums of cross-attention norms", "all_reduce", STATE, tokens * BY_NAME[STATE].bytes, 1
     )
     row_bytes = job.shape.dim * job.item_bytes
     if not degrees.sp:
@@ -257,7 +240,7 @@ def _step_end(
         axis="cfg",
         ranks=degrees.cfg,
         dtype=dtype,
-        bytes=tokens * job.shape.token_dim * DTYPE_BYTES[dtype],
+        bytes=tokens * job.shape.token_dim * BY_NAME[dtype].bytes,
         calls=1,
         when=When.STEP,
     )
@@ -274,7 +257,10 @@ def _job_end(
         axis="dp",
         ranks=degrees.dp,
         dtype=STATE,
-        bytes=max(share.samples.sizes) * job.grid.tokens * job.shape.token_dim * DTYPE_BYTES[STATE],
+        bytes=max(share.samples.sizes)
+        * job.grid.tokens
+        * job.shape.token_dim
+        * BY_NAME[STATE].bytes,
         calls=1,
         when=When.JOB,
     )
@@ -284,7 +270,7 @@ def _gathers(
     job: PlannedJob, degrees: MeshDegrees, share: RankShare, *, dtype: str, when: When
 ) -> Iterator[Transfer]:
     """All tokens on every rank, at the width of a latent's token."""
-    item = share.samples.size * job.shape.token_dim * DTYPE_BYTES[dtype]
+    item = share.samples.size * job.shape.token_dim * BY_NAME[dtype].bytes
     axis = (
         "cp"
         if min(degrees.ring, degrees.ulysses) > 1

@@ -8,11 +8,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from ..ipc.dtypes import DTYPE_BYTES, require_compute_dtype
 from ..ipc.errors import ConfigError
 from .degrees import MeshDegrees
+from .dtypes import BY_NAME, COMPUTED
 from .layout import coordinates
-from .pipeline import stage_blocks
+from .parameters import stage_blocks
 from .shape import LatentGrid, WanShape
 from .shards import ShardRange, TokenShards, shard_range, token_shards
 
@@ -51,7 +51,8 @@ class PlannedJob:
     timestep_rows: int = 1
 
     def __post_init__(self) -> None:
-        require_compute_dtype(self.dtype)
+        if self.dtype not in COMPUTED:
+            raise ConfigError(f"dtype {self.dtype!r} is not known; use {', '.join(COMPUTED)}")
         if min(self.steps, self.batch, self.grid.tokens) < 1:
             raise ConfigError(
                 f"{self.steps} steps of {self.batch} videos of {self.grid.tokens} tokens cannot be planned; "
@@ -65,7 +66,7 @@ class PlannedJob:
     @property
     def item_bytes(self) -> int:
         """Bytes of one weight or activation."""
-        return DTYPE_BYTES[self.dtype]
+        return BY_NAME[self.dtype].bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,3 +119,11 @@ def rank_share(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankShare:
         is_first_stage=place["pp"] == 0,
         is_last_stage=place["pp"] == degrees.pp - 1,
     )
+
+
+def bubble(*, stages: int, micro_batches: int) -> float:
+    """Share of the time that pipeline stages of equal length wait, each passing its micro-batches on in turn.
+
+    Source: GPipe (arXiv 1811.06965).
+    """
+    return (stages - 1) / (micro_batches + stages - 1)

@@ -1,4 +1,6 @@
-"""How a parameter's values follow from its bytes: 16- and 32-bit floats, fp8 with or without a scale, GGUF's blocks.
+"""Where a parameter's bytes lie in a file, and how its values follow from them.
+
+Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
 
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
@@ -15,34 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ipc.dtypes import COMPUTE, COMPUTE_CODES, FP8
 from ..ipc.errors import ModelFileError
-from ..mesh.packing import Packing
-from .entry import TensorEntry
-from .names import Naming
-from .shown import shown
+from ..mesh.dtypes import BLOCKS, BY_CODE, BY_NAME, FLOATS, FP8, PACKINGS, Packing
+from .names import Naming, shown
 
-FP8_CODES = tuple(dtype.code for dtype in FP8)
-# How many values take how many bytes.
-BLOCKS = {
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q2_K": (256, 84),
-    "Q3_K": (256, 110),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-}
-PACKINGS = {
-    name: Packing(encoding=name, items=items, size=size)
-    for name, (items, size) in ({d.code: (1, d.bytes) for d in (*COMPUTE, *FP8)} | BLOCKS).items()
-}
-
-FORMATS = {dtype.name: dtype.code for dtype in FP8}
-"""Formats that newer files name, and the type that their weights must have."""
+FORMATS = tuple(BY_CODE[code].name for code in FP8)
+"""That newer files name: the dtypes that their weights must have."""
 METADATA_KEY = "_quantization_metadata"
 MAX_FORMAT_BYTES = 4096
 
@@ -54,6 +34,25 @@ COMPANIONS = (*SCALES, *IGNORED, *UNKNOWN, "comfy_quant")
 MARKER = "scaled_fp8"
 
 REMEDY = "choose an fp8 (e4m3fn or e5m2), GGUF, 16- or 32-bit file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: bytes start..stop-1 of file `path`, row-major.
+
+    dtype: of safetensors or GGUF; a GGUF's quantised types pack blocks of a row's values. shape: in values.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    path: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +74,11 @@ class StoredTensor:
     @property
     def is_packed(self) -> bool:
         """Whether it stays in memory as it is in the file: every quantised matrix of a linear."""
-        return len(self.shape) == 2 and self.entry.dtype not in COMPUTE_CODES
+        return len(self.shape) == 2 and self.entry.dtype not in FLOATS
 
     @property
     def as_bytes(self) -> TensorEntry:
-        """Of a matrix: its rows as bytes."""
+        """A matrix whose rows are taken as bytes."""
         rows, columns = self.shape
         return TensorEntry(
             dtype="U8",
@@ -108,18 +107,18 @@ def read_encodings(
         scale = None
         if leaf == "weight":
             named = formats.get(layer) or _guess_format(layer, entry, entries)
-            if named is not None and FORMATS.get(named) != entry.dtype:
+            if named is not None and (named not in FORMATS or BY_NAME[named].code != entry.dtype):
                 raise ModelFileError(
                     f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
                 )
             scale = _scale_of(layer, entries, label)
-            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8_CODES)
+            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
             if scale is None and must_have and len(entry.shape) == 2:
                 raise ModelFileError(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            if scale is not None and (entry.dtype not in FP8_CODES or len(entry.shape) != 2):
+            if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
@@ -197,7 +196,7 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
         raise ModelFileError(
             f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
         )
-    if any(size != 1 for size in scale.shape) or scale.dtype not in COMPUTE_CODES:
+    if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
         raise ModelFileError(
             f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
             f"whole weight is supported, so {REMEDY}"
@@ -221,5 +220,9 @@ def _require_supported(name: str, entry: TensorEntry, label: str) -> None:
 
 
 def packed_weights(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Packing]]:
-    """What stays in memory as the file has it."""
-    return ((name, tensor.packing) for name, tensor in stored.items() if tensor.is_packed)
+    """What stays in memory as the file has it: the quantised weights of linears."""
+    return (
+        (name, tensor.packing)
+        for name, tensor in stored.items()
+        if tensor.is_packed and name.endswith(".weight")
+    )

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
-from .shown import listed, shown
+from .names import listed, shown
 
 SUFFIXES = (".safetensors", ".sft")
 GGUF_SUFFIX = ".gguf"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
-from .encoding import PACKINGS
-from .entry import TensorEntry
-from .shown import shown
+from ..mesh.dtypes import PACKINGS
+from .encoding import TensorEntry
+from .names import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

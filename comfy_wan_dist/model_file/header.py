@@ -19,12 +19,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..ipc.dtypes import ITEM_BYTES
 from ..ipc.errors import ModelFileError
-from .entry import TensorEntry
+from ..mesh.dtypes import BY_CODE
+from .encoding import TensorEntry
 from .files import GGUF_SUFFIX, files_of
 from .gguf import MAX_TENSORS, MAX_TEXT_BYTES, read_gguf_header
-from .shown import shown
+from .names import shown
 
 # Far more than the header of any model, and little enough to be parsed in memory.
 MAX_HEADER_BYTES = 32 * 2**20
@@ -162,17 +162,17 @@ def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
         raise ModelFileError(
             f"{path.name}: the header entry of {shown(name)} is incomplete; the file is damaged"
         ) from error
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in BY_CODE:
         raise ModelFileError(
             f"{path.name}: {shown(name)} has the type {shown(dtype)}, which is not known; known are "
-            f"{', '.join(ITEM_BYTES)}"
+            f"{', '.join(BY_CODE)}"
         )
     well_formed = (
         isinstance(shape, list)
         and len(shape) <= MAX_DIMS
         and all(map(whole, [*shape, start, stop]))
     )
-    if not well_formed or stop - start != prod(shape) * ITEM_BYTES[dtype]:
+    if not well_formed or stop - start != prod(shape) * BY_CODE[dtype].bytes:
         raise ModelFileError(
             f"{path.name}: {shown(name)} has shape {shown(shape)} and type {dtype}, which do not give its bytes "
             f"{shown(start)}..{shown(stop)}; the file is damaged"

@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 
-from ..ipc.dtypes import FLOAT_CODES
 from ..ipc.errors import ModelFileError
+from ..mesh.dtypes import PACKINGS, WIDE_FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import WanShape
-from .encoding import PACKINGS
-from .entry import TensorEntry
+from .encoding import TensorEntry
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
-from .shown import listed, shown
+from .names import listed, shown
 
 FIRST_EXPERT, SECOND_EXPERT = "transformer.", "transformer_2."
 SHOWN_KEYS = 10
@@ -163,9 +162,9 @@ def _find_factors(
                 f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
                 "or LoKr"
             )
-        if entry.dtype not in FLOAT_CODES:
+        if entry.dtype not in WIDE_FLOATS:
             raise ModelFileError(
-                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(FLOAT_CODES)}, so "
+                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(WIDE_FLOATS)}, so "
                 "choose a 16- or 32-bit file"
             )
         role = part.role

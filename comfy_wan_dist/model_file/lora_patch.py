@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from math import isfinite, prod
 
 from ..ipc.errors import ModelFileError
-from .entry import TensorEntry
+from .encoding import TensorEntry
 from .lora_names import Role
-from .shown import shown
+from .names import shown
 
 
 class Kind(enum.Enum):
@@ -59,7 +59,7 @@ FORMS = {
     Kind.LOHA: ((Role.HADA_W1_A,), (Role.HADA_W2_A,)),
     Kind.LOKR: ((Role.LOKR_W1, Role.LOKR_W1_A), (Role.LOKR_W2, Role.LOKR_W2_A)),
 }
-"""Of LoHa and of LoKr: what each of the two matrices may come as."""
+"""What each of the two matrices of LoHa and of LoKr may come as."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Factor:
 
     @property
     def columns(self) -> int:
-        """Of the tensor as a matrix: all dims but the first are one."""
+        """Columns of the tensor as a matrix: all dims but the first are one."""
         return prod(self.entry.shape[1:])
 
 

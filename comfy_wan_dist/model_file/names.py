@@ -9,13 +9,13 @@ diffusers numbers in order of execution: its norm2 is the official norm3.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from ..ipc.errors import ModelFileError
-from .shown import shown
 
 T = TypeVar("T")
 
@@ -149,3 +149,19 @@ def _is_parameter(name: str, is_diffusers: bool) -> bool:
     if block := BLOCK.fullmatch(path):
         return block[2] in OFFICIAL_BLOCK_PATHS
     return path in OFFICIAL_PATHS
+
+
+# ---- in messages
+
+
+def shown(value: object) -> str:
+    """A name or value out of a file as Python writes it, on one line, cut in the middle where it is long."""
+    brief = reprlib.Repr()
+    brief.maxstring, brief.maxlist, brief.maxlevel = 100, 16, 2
+    return brief.repr(value)
+
+
+def listed(names: Sequence[str], *, most: int = 3) -> str:
+    """The first few of `names`, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(map(shown, names[:most])) + (f" and {more} more" if more > 0 else "")

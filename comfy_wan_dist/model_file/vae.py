@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..ipc.dtypes import FLOAT_CODES
 from ..ipc.errors import ModelFileError
+from ..mesh.dtypes import WIDE_FLOATS
 from ..mesh.vae_parameters import vae_parameters
 from ..mesh.vae_shape import FRAME_STRIDE, TI2V_CHANNELS, VAE_STRIDE, VAEConfig
-from .entry import TensorEntry
+from .encoding import TensorEntry
 from .header import ModelFile
-from .shown import listed, shown
+from .names import listed, shown
 from .vae_names import REMEDY, official_vae_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -48,9 +48,9 @@ def read_vae_file(file: ModelFile) -> VAEFile:
             f"but Wan2.2 TI2V-5B needs {VAE_STRIDE} and {FRAME_STRIDE}; {REMEDY}"
         )
     for name, entry in entries.items():
-        if entry.dtype not in FLOAT_CODES:
+        if entry.dtype not in WIDE_FLOATS:
             raise ModelFileError(
-                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(FLOAT_CODES)}, so {REMEDY}"
+                f"{label} stores {shown(name)} as {entry.dtype}; a VAE may have {', '.join(WIDE_FLOATS)}, so {REMEDY}"
             )
     return VAEFile(config=config, entries=entries)
 

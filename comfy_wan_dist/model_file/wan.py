@@ -12,15 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..ipc.dtypes import COMPUTE_CODES
 from ..ipc.errors import ModelFileError
+from ..mesh.dtypes import FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
-from .encoding import StoredTensor, layer_formats, packed_weights, read_encodings
-from .entry import TensorEntry
+from .encoding import StoredTensor, TensorEntry, layer_formats, packed_weights, read_encodings
 from .header import ModelFile
-from .names import describe, find_naming, official_tensors
-from .shown import listed
+from .names import describe, find_naming, listed, official_tensors
 
 FAMILY = ((48, 48), (16, 16), (36, 16))
 """Input and output channels of TI2V, text-to-video, image-to-video."""
@@ -51,7 +49,7 @@ class WanFile:
         of_both = (
             self.entries[f"blocks.0.ffn.0.{leaf}"].entry.dtype for leaf in ("weight", "bias")
         )
-        return next((dtype for dtype in of_both if dtype in COMPUTE_CODES), "F32")
+        return next((dtype for dtype in of_both if dtype in FLOATS), "F32")
 
 
 def read_wan_file(file: ModelFile) -> WanFile:

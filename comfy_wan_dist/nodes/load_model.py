@@ -5,9 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..comfyui.folders import list_models, model_path, validate_model_name
-from ..ipc.dtypes import OFFERED
 from ..jobs import session
-from ..jobs.handle import ModelHandle, fingerprint
+from ..jobs.handle import DTYPES, ModelHandle, fingerprint
 from ..mesh.machines import MAX_MACHINES
 from ..model_file.header import read_model_file
 
@@ -37,7 +36,7 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "dtype",
-                    options=list(OFFERED),
+                    options=list(DTYPES),
                     default="auto",
                     tooltip="Type of the weights and of the matrix products. auto: bfloat16 on GPUs, the file's own "
                     "type on the CPU. Quantised weights stay so in memory and are unpacked to it when they are used.",

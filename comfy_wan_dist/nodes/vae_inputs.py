@@ -5,8 +5,8 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from ..comfyui.folders import list_models
-from ..ipc.dtypes import OFFERED
 from ..ipc.errors import ConfigError
+from ..jobs.handle import DTYPES
 from ..mesh.devices import GIB
 
 MOST_GIB = 10_000
@@ -24,7 +24,7 @@ def vae_name_input() -> io.Combo.Input:
 def vae_dtype_input() -> io.Combo.Input:
     return io.Combo.Input(
         "vae_dtype",
-        options=list(OFFERED),
+        options=list(DTYPES),
         default="auto",
         tooltip="Type the VAE computes in. auto: bfloat16 on GPUs, the file's own type on the CPU.",
     )

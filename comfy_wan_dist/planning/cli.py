@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isclose
 from pathlib import Path
 
-from ..ipc.dtypes import DTYPE_BYTES
 from ..ipc.errors import ConfigError, WanDistError
 from ..ipc.tcp import parse_address
 from ..mesh.degrees import parse_mesh
 from ..mesh.devices import parse_devices
+from ..mesh.dtypes import COMPUTED
 from ..mesh.shape import KNOWN_MODELS, WanShape, video_grid
 from ..mesh.validate import validate_grid, validate_model
 from ..mesh.workload import PlannedJob
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--batch", type=int, default=1, help="videos in one job (default: %(default)s)"
     )
     plan.add_argument(
-        "--dtype", choices=list(DTYPE_BYTES), default="bfloat16", help="default: %(default)s"
+        "--dtype", choices=list(COMPUTED), default="bfloat16", help="default: %(default)s"
     )
     plan.add_argument("--mesh", help="list every collective of this mesh's first rank instead")
     plan.add_argument("--json", action="store_true", help="all meshes and all numbers as JSON")

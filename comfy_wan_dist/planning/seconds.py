@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.layout import stage_ranks
-from ..mesh.pipeline import bubble
 from ..mesh.traffic import When, transfers
-from ..mesh.workload import PlannedJob, rank_share
+from ..mesh.workload import PlannedJob, bubble, rank_share
 from .hardware import Calibration, Device
 
 HIDDEN = 0.5

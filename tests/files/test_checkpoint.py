@@ -21,7 +21,7 @@ from comfy_wan_dist.mesh.devices import GIB
 from comfy_wan_dist.mesh.memory import load_bytes
 from comfy_wan_dist.mesh.parameters import Slice, expected_parameters, parameter_slice
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from devtools.checkpoints import (

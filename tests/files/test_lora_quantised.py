@@ -39,9 +39,8 @@ from devtools.mesh_runs import (
 )
 from devtools.quantised import ScaledForm, write_fp8, write_gguf, write_scaled_fp8
 from devtools.rank_pool import RankPool
-from workers.quant.pack import pack_q8_0
+from workers.quant.blocks import pack_q8_0, unpack_blocks
 from workers.quant.packed import packed_weights
-from workers.quant.unpack import unpack_blocks
 
 # Of tp4's ranks some begin inside a block of 32; embeddings have no rows of whole blocks.
 FP8_SHAPE = WanShape(

@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.dtypes import BY_CODE
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import KNOWN_MODELS, WanShape
 from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
-    ITEM_BYTES,
     MAX_HEADER_BYTES,
     ModelFile,
     TensorEntry,
@@ -102,7 +102,7 @@ def test_item_sizes_are_those_of_the_format(file: Path) -> None:
     ):
         save_file({"x": torch.zeros(3, dtype=dtype)}, file)
         entry = read_model_file(str(file)).entries["x"]
-        assert ITEM_BYTES[entry.dtype] == dtype.itemsize
+        assert BY_CODE[entry.dtype].bytes == dtype.itemsize
 
 
 @pytest.mark.parametrize("size", [0, 1, 7])
@@ -229,7 +229,7 @@ json_values = st.recursive(
     | st.booleans()
     | st.integers(-3, 70)
     | st.floats()
-    | st.sampled_from([*ITEM_BYTES, "F99", ""]),
+    | st.sampled_from([*BY_CODE, "F99", ""]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
@@ -243,7 +243,7 @@ headers = st.dictionaries(
     json_values
     | st.fixed_dictionaries(
         {
-            "dtype": st.sampled_from(list(ITEM_BYTES)) | json_values,
+            "dtype": st.sampled_from(list(BY_CODE)) | json_values,
             "shape": st.lists(st.integers(0, 9), max_size=3) | json_values,
             "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | json_values,
         }

@@ -24,17 +24,17 @@ from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
 from comfy_wan_dist.mesh.choice import choose_mesh
+from comfy_wan_dist.mesh.dtypes import BLOCKS, FP8, PACKINGS
 from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import UNPACKING_BYTES, rank_memory, unpacked_bytes, weight_bytes
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
-from comfy_wan_dist.mesh.traffic import predict_ledger
 from comfy_wan_dist.mesh.workload import PlannedJob
-from comfy_wan_dist.model_file.encoding import BLOCKS, FP8, PACKINGS
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from comfy_wan_dist.planning.cli import model_shape
 from devtools.checkpoints import transformer_weights
+from devtools.ledgers import predict_ledger
 from devtools.mesh_runs import (
     FORWARD_LIMIT,
     RUN_LIMIT,
@@ -55,8 +55,8 @@ from devtools.quantised import (
     write_scaled_fp8,
 )
 from devtools.rank_pool import RankPool
+from workers.quant.blocks import unpack_blocks
 from workers.quant.packed import PackedWeight
-from workers.quant.unpack import unpack_blocks
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -313,7 +313,7 @@ def test_planned_gathers_of_packed_blocks_are_the_counted_ones(
         assert predict_ledger(job, degrees, rank) == ledger
 
 
-@pytest.mark.parametrize("kind", BLOCKS.keys() | FP8.keys())
+@pytest.mark.parametrize("kind", [*BLOCKS, *FP8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unpacking_takes_no_more_than_planned(kind: str, dtype: torch.dtype) -> None:
     packing = replace(PACKINGS[kind], is_scaled=kind in FP8)

@@ -39,7 +39,7 @@ from workers.checkpoint.sharing import build_read_groups, pass_by
 from workers.model.rope import rope_table
 from workers.model.tokens import token_runs
 from workers.model.wan import TokenRun, WanModel, mean_square
-from workers.parallel.collectives import AxisGroup, Incoming
+from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.context import UlyssesAttention
 from workers.parallel.fsdp import BookedGather, local_part
 from workers.parallel.groups import PlaneGroups
@@ -170,7 +170,7 @@ def no_ring() -> AbstractContextManager[Any]:
     return mock.patch.object(
         AxisGroup,
         "pass_on",
-        lambda self, x, receive: Incoming(tensor=x[:receive].clone(), transfers=()),
+        lambda self, x, receive: Exchange(arriving=(x[:receive].clone(),)),
     )
 
 

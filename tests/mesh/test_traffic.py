@@ -19,11 +19,11 @@ from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
 from comfy_wan_dist.mesh.flops import rank_flops
 from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.memory import rank_memory
-from comfy_wan_dist.mesh.pipeline import bubble, forward_schedule
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
-from comfy_wan_dist.mesh.traffic import Transfer, predict_ledger, transfers
-from comfy_wan_dist.mesh.workload import Counting, PlannedJob
+from comfy_wan_dist.mesh.traffic import Transfer, transfers
+from comfy_wan_dist.mesh.workload import Counting, PlannedJob, bubble
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.ledgers import predict_ledger
 from devtools.mesh_runs import (
     MESHES,
     SIZED_MESHES,
@@ -255,13 +255,14 @@ def test_sequence_parallel_sends_what_the_sums_send() -> None:
 @pytest.mark.parametrize("stages", range(1, 5))
 @pytest.mark.parametrize("batches", range(1, 9))
 def test_bubble_of_the_timeline(stages: int, batches: int) -> None:
-    slots = forward_schedule(stages=stages, micro_batches=batches)
-    assert len({(slot.stage, slot.time) for slot in slots}) == len(slots) == stages * batches
-    at = {(slot.stage, slot.micro_batch): slot.time for slot in slots}
+    # Micro-batches enter one after another; each moves on by a stage per slot.
+    at = {(stage, batch): stage + batch for stage in range(stages) for batch in range(batches)}
+    slots = {(stage, time) for (stage, _), time in at.items()}
+    assert len(slots) == len(at) == stages * batches
     for (stage, batch), time in at.items():
         assert stage == 0 or at[stage - 1, batch] < time
         assert batch == 0 or at[stage, batch - 1] < time
-    length = 1 + max(slot.time for slot in slots)
+    length = 1 + max(at.values())
     idle = stages * length - len(slots)
     expected = (stages - 1) / (batches + stages - 1)
     assert idle / (stages * length) == pytest.approx(expected, abs=1e-12)

@@ -26,13 +26,13 @@ from comfy_wan_dist.jobs.experts import choose_experts
 from comfy_wan_dist.jobs.handle import ModelHandle, ResolvedModel, resolve_model
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.mesh.traffic import predict_ledger
 from comfy_wan_dist.mesh.workload import PlannedJob
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
 from devtools.checkpoints import write_transformer
 from devtools.comfy_server import ComfyServer
+from devtools.ledgers import predict_ledger
 from devtools.loras import plain_lora, spelled
 from devtools.mesh_runs import (
     SIGMAS,
@@ -230,7 +230,7 @@ def test_experts_take_turns_on_devices_too_small_for_both(
         assert first == 0 < second
         assert again == (first, second) == turns
         assert both == (second, second)
-        # Alone it takes the first slot; the other one is or gets parked.
+        # Alone it takes the first slot; the other one is or gets offloaded.
         assert second_alone == first_alone == (second, 0)
 
 

@@ -1,4 +1,4 @@
-"""The transformer against diffusers with equal weights, its tokens, and the sharding plan's parameters.
+"""The transformer against diffusers with equal weights, its tokens and parameters.
 
 float32 on the CPU, tiny width; 16-bit weights only as far as their dtypes go.
 """
@@ -6,7 +6,6 @@ float32 on the CPU, tiny width; 16-bit weights only as far as their dtypes go.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comfy_wan_dist.mesh.parameters import (
-    BLOCK,
-    OUTSIDE,
-    Cut,
-    cut_of,
-    expected_parameters,
-    find_parameter,
-    parameter_slice,
-)
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
 from devtools.mesh_runs import relative_error, single_groups
@@ -152,10 +143,7 @@ def test_one_prompt_serves_a_batch(pair: tuple[WanModel, Any]) -> None:
 
 def test_parameters_have_the_official_names_and_shapes() -> None:
     model = cut_model(
-        TINY_TRANSFORMER,
-        single_groups(),
-        dtype=torch.float32,
-        device=torch.device("meta"),
+        TINY_TRANSFORMER, single_groups(), dtype=torch.float32, device=torch.device("meta")
     )
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert found == expected_parameters(TINY_TRANSFORMER)
@@ -263,82 +251,3 @@ def test_rope_turns_pairs_by_frame_row_and_column() -> None:
     turned = apply_rope(x, table.view(1, 1, 64))[0, 0, 0]
     assert torch.allclose(turned[0::2].double(), angle.cos(), atol=1e-6)
     assert torch.allclose(turned[1::2].double(), angle.sin(), atol=1e-6)
-
-
-# ---- plan
-
-
-def test_every_parameter_matches_exactly_one_line_of_the_table() -> None:
-    lines = [each.name for each in (*BLOCK, *OUTSIDE)]
-    assert len(set(lines)) == len(lines)
-    found = {find_parameter(name).name for name in expected_parameters(TINY_TRANSFORMER)}
-    assert found == set(lines)
-
-
-@pytest.mark.parametrize(
-    "shape", [TINY_TRANSFORMER, replace(TINY_TRANSFORMER, in_dim=36, out_dim=16)]
-)
-def test_table_is_what_the_model_has(shape: WanShape) -> None:
-    with torch.device("meta"):
-        model = WanModel(shape)
-    found = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    assert found == expected_parameters(shape)
-
-
-def test_table_does_not_know_other_modules() -> None:
-    for name in (
-        "blocks.0.self_attn",
-        "blocks.0.ffn.1",
-        "head.norm",
-        "blocks.0.cross_attn.k_img",
-        "blocks.x.ffn.0",
-    ):
-        with pytest.raises(KeyError, match="is no parameter of a Wan"):
-            cut_of(name)
-
-
-def test_plan_cuts_what_megatron_cuts() -> None:
-    cuts = {cut: set[str]() for cut in Cut}
-    for name in expected_parameters(TINY_TRANSFORMER):
-        if name.startswith("blocks.1."):
-            module_name = name.rpartition(".")[0].removeprefix("blocks.1").removeprefix(".")
-            cuts[find_parameter(name).cut].add(module_name)
-    attentions = ("self_attn", "cross_attn")
-    assert cuts[Cut.COLUMN] == {f"{a}.{p}" for a in attentions for p in "qkv"} | {"ffn.0"}
-    assert cuts[Cut.ROW] == {f"{a}.o" for a in attentions} | {"ffn.2"}
-    assert cuts[Cut.SHARDED_NORM] == {f"{a}.norm_{p}" for a in attentions for p in "qk"}
-    assert cuts[Cut.REPLICATED] == {"", "norm3"}
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_slices_of_all_ranks_make_the_whole_parameter(tp_size: int) -> None:
-    cut_count = 0
-    for name, shape in expected_parameters(TINY_TRANSFORMER).items():
-        slices = [
-            parameter_slice(name, shape, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)
-        ]
-        first = slices[0]
-        if first is None:
-            assert slices == [None] * tp_size
-            continue
-        cut_count += 1
-        borders = [(part.start, part.stop) for part in slices if part is not None]
-        size = shape[first.dim] // tp_size
-        assert borders == [(rank * size, (rank + 1) * size) for rank in range(tp_size)]
-        assert borders[-1][1] == shape[first.dim]
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        parts = [
-            whole.narrow(part.dim, part.start, part.stop - part.start)
-            for part in slices
-            if part is not None
-        ]
-        assert torch.equal(torch.cat(parts, dim=first.dim), whole)
-    # q, k, v: weight and bias; o, ffn.2: weight; norms; ffn.0: weight and bias.
-    assert cut_count == (
-        0 if tp_size == 1 else TINY_TRANSFORMER.num_layers * (2 * (6 + 1 + 2) + 2 + 1)
-    )
-
-
-def test_parameter_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="which tp3 does not divide"):
-        parameter_slice("blocks.0.ffn.0.weight", (1024, 512), tp_rank=0, tp_size=3)

@@ -23,7 +23,7 @@ class ModelFiles(Protocol):
 
 
 class GivenFiles:
-    """Of ComfyUI's machine: the paths are true, and size and time of change tell a replaced file."""
+    """Files of ComfyUI's machine: the paths are true, and size and time of change tell a replaced file."""
 
     def read(self, spec: Spec) -> ModelFile:
         file = read_model_file(spec.path)
@@ -35,7 +35,7 @@ class GivenFiles:
 
 
 class CopiedFiles:
-    """Of another machine: a file of the same size at the same path, or of the same name below a folder.
+    """Files of another machine: one of the same size at the same path, or of the same name below a folder.
 
     A transformer's or a LoRA's must also have the same weights, as far as `content_of` sees them.
     """

@@ -1,23 +1,196 @@
-"""Stream a file's weights into a rank's shard. Peak memory is the shard and one read buffer."""
+"""Stream a rank's own part of the weights out of a file: of each parameter its rows and columns, as the file has them.
+
+Peak memory is the rank's own shard and one read buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
+from torch import Tensor
 
+from comfy_wan_dist.ipc.errors import ModelFileError
+from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS, Packing
+from comfy_wan_dist.mesh.parameters import Slice, parameter_slice
+from comfy_wan_dist.model_file.encoding import StoredTensor, TensorEntry
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import WanModel
+from workers.parallel.collectives import AxisGroup, lone_rank
+from workers.parallel.fsdp import local_part
 from workers.parallel.groups import MeshGroups
+from workers.quant.blocks import pack_q8_0, unpack_blocks
+from workers.quant.packed import PackedWeight, official_name, packed_weights
 
-from .part import own_parts
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """A dtype by torch's name for it."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+@dataclass(frozen=True, kw_only=True)
+class ParameterPart:
+    """Part of the parameter `name`, of which `stored` is the whole. As a matrix, all dims but the first are columns.
+
+    target: the rank's memory for it, contiguous. packed: what that belongs to if it is quantised. columns: of the
+    sharding plan; None for all. peer_columns: those of every tp rank; none if all have all. is_shared: whether fsdp
+    cuts it. is_whole: whether all ranks of the stage hold all of it.
+    """
+
+    name: str
+    stored: StoredTensor
+    target: Tensor
+    packed: PackedWeight | None
+    rows: range
+    columns: Slice | None
+    peer_columns: tuple[Slice, ...]
+    is_shared: bool
+    is_whole: bool
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole parameter in the file."""
+        return self.stored.entry.size
+
+    @property
+    def width(self) -> int:
+        """Columns of the whole parameter."""
+        return prod(self.stored.shape[1:])
+
+    @property
+    def own_columns(self) -> range:
+        """Those that the rank's memory has values of; of packed ones all in its blocks."""
+        if self.packed is not None and self.packed.encoding in BLOCKS:
+            items, size = BLOCKS[self.packed.encoding]
+            return range(
+                self.packed.stored.start // size * items, self.packed.stored.stop // size * items
+            )
+        if self.columns is None:
+            return range(self.width)
+        return range(self.columns.start, self.columns.stop)
+
+    def holders(self, groups: ReadGroups) -> AxisGroup:
+        """Who reads the same of this parameter."""
+        if self.is_whole:
+            return groups.everyone
+        return lone_rank("read") if self.is_shared else groups.replicas
+
+    def load(self, reader: SharedReader) -> None:
+        """Fill the rank's memory with what the file has."""
+        packed, holders = self.packed, self.holders(reader.groups)
+        rows = Slice(dim=0, start=self.rows.start, stop=self.rows.stop)
+        if packed is None:
+            reader.read_into(
+                self.target,
+                self.stored.entry,
+                holders=holders,
+                rows=rows,
+                columns=self.columns,
+                peer_columns=self.peer_columns,
+            )
+            return
+        reader.read_into(
+            self.target.view(torch.uint8),
+            self.stored.as_bytes,
+            holders=holders,
+            rows=rows,
+            columns=None if self.columns is None else packed.stored,
+            peer_columns=tuple(map(packed.stored_of, self.peer_columns)),
+        )
+        if self.stored.scale is not None:
+            assert packed.scale is not None
+            packed.scale.fill_(self._scale(reader, self.stored.scale))
+
+    def read(self, reader: SharedReader, rows: range, columns: range) -> Tensor:
+        """Any rows and columns of the parameter as the file has them, float32."""
+        entry, device = self.stored.entry, self.target.device
+        holders = self.holders(reader.groups)
+        packing: Packing = PACKINGS[entry.dtype]
+        blocks = packing.covering(columns.start, columns.stop)
+        of_rows = Slice(dim=0, start=rows.start, stop=rows.stop)
+        if entry.dtype in BLOCKS:
+            size = packing.size
+            data = torch.zeros(len(rows), len(blocks) * size, dtype=torch.uint8, device=device)
+            part = Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
+            reader.read_into(
+                data, self.stored.as_bytes, holders=holders, rows=of_rows, columns=part
+            )
+            first = columns.start - blocks.start * packing.items
+            return unpack_blocks(data, entry.dtype).narrow(1, first, len(columns)).contiguous()
+        values = torch.zeros(len(rows), len(columns), device=device)
+        is_whole = len(columns) == self.width
+        reader.read_into(
+            values,
+            replace(entry, shape=(entry.shape[0], self.width)),
+            holders=holders,
+            rows=of_rows,
+            columns=None if is_whole else Slice(dim=1, start=columns.start, stop=columns.stop),
+            # Packed again, the tp ranks' columns are of whole blocks, and not as many on each.
+            peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
+        )
+        if self.stored.scale is not None:
+            values.mul_(self._scale(reader, self.stored.scale))
+        return values
+
+    def _scale(self, reader: SharedReader, entry: TensorEntry) -> float:
+        """The weight's scale. `reader` keeps ModelFileError for one that no weight can have."""
+        scale = torch.ones(1, device=self.target.device)
+        reader.read_into(scale, entry, holders=self.holders(reader.groups))
+        value = scale.item()
+        reader.attempt(lambda: validate_scale(value, self.name))
+        return value
+
+    def write(self, values: Tensor, rows: range, columns: range) -> bool:
+        """Keep what of `values`, at these rows and columns of the parameter, is the rank's own.
+
+        Returns whether all of it is finite as it is kept. A packed parameter must be held as Q8_0.
+        """
+        first, stop = max(rows.start, self.rows.start), min(rows.stop, self.rows.stop)
+        own = self.own_columns
+        kept = values[
+            first - rows.start : stop - rows.start,
+            own.start - columns.start : own.stop - columns.start,
+        ]
+        place = self.target.view(len(self.rows), -1)[
+            first - self.rows.start : stop - self.rows.start
+        ]
+        if self.packed is None:
+            return bool(torch.isfinite(place.copy_(kept)).all())
+        assert self.packed.encoding == "Q8_0"
+        place.copy_(pack_q8_0(kept))
+        return bool(torch.isfinite(unpack_blocks(place, "Q8_0")).all())
+
+
+def own_parts(model: WanModel, file: WanFile, groups: MeshGroups) -> Sequence[ParameterPart]:
+    """What this rank holds, as the sharding plan and fsdp cut it, in the order of the file: one forward pass."""
+    packed = packed_weights(model)
+    parts = []
+    for held_as, parameter in model.named_parameters():
+        name = official_name(held_as)
+        stored = file.entries[name]
+        cuts = [
+            parameter_slice(name, stored.shape, tp_rank=rank, tp_size=groups.tp.size)
+            for rank in range(groups.tp.size)
+        ]
+        cut = cuts[groups.tp.rank]
+        first = cut.start if cut is not None and cut.dim == 0 else 0
+        target, rows = local_part(parameter, groups.fsdp)
+        columns = tuple(each for each in cuts if each is not None and each.dim == 1)
+        is_shared = target is not parameter
+        parts.append(
+            ParameterPart(
+                name=name,
+                stored=stored,
+                target=target,
+                packed=packed.get(name),
+                rows=range(first + rows.start, first + rows.stop),
+                columns=columns[groups.tp.rank] if columns else None,
+                peer_columns=columns,
+                is_shared=is_shared,
+                is_whole=cut is None and not is_shared,
+            )
+        )
+    return sorted(parts, key=lambda part: (part.stored.entry.path, part.stored.entry.start))
 
 
 def load_weights(
@@ -41,3 +214,11 @@ def load_weights(
                     part.load(reader)
             milestone(done, total, reader.error)
         return reader.bytes_read
+
+
+def validate_scale(scale: float, name: str) -> None:
+    if not 0 <= scale < math.inf:
+        raise ModelFileError(
+            f"the scale of {name} is {scale}, which must be finite and not negative; the file is damaged: download it "
+            "again"
+        )

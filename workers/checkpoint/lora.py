@@ -26,12 +26,12 @@ from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups
 
 from .files import ModelFiles
-from .part import ParameterPart, own_parts
+from .load import ParameterPart, own_parts
 from .reader import TensorReader
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 PIECE_ITEMS = 16 * 2**20
-"""Of a weight that are changed at once: 64 MiB in float32, and as much again for the change."""
+"""How many values are changed at once: 64 MiB in float32, and as much again for the change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

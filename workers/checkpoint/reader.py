@@ -13,16 +13,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.ipc.dtypes import BYTE, FLOATS, FP8
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.parameters import Slice
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
+from workers.model.dtypes import dtype_coded
 
 BUFFER_BYTES = 16 * 2**20
-
-TORCH_TYPES: dict[str, torch.dtype] = {
-    dtype.code: getattr(torch, dtype.name) for dtype in (*FLOATS, *FP8, BYTE)
-}
 
 
 class TensorReader:
@@ -67,7 +63,7 @@ class TensorReader:
             self._read_columns(target, entry, start, columns)
 
     def _read_rows(self, flat: Tensor, entry: TensorEntry, start: int) -> None:
-        dtype = TORCH_TYPES[entry.dtype]
+        dtype = dtype_coded(entry.dtype)
         if flat.device.type == "cpu" and flat.dtype == dtype and flat.numel():
             self._pread(entry.path, memory_of(flat), start)
             return
@@ -78,7 +74,7 @@ class TensorReader:
 
     def _read_columns(self, target: Tensor, entry: TensorEntry, start: int, part: Slice) -> None:
         rows, columns = target.shape[0], entry.shape[1]
-        itemsize = TORCH_TYPES[entry.dtype].itemsize
+        itemsize = dtype_coded(entry.dtype).itemsize
         at_once = max(1, BUFFER_BYTES // (columns * itemsize))
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
@@ -86,7 +82,7 @@ class TensorReader:
             target[first : first + count] = whole.view(count, columns)[:, part.start : part.stop]
 
     def _buffered(self, entry: TensorEntry, start: int, items: int) -> Tensor:
-        dtype = TORCH_TYPES[entry.dtype]
+        dtype = dtype_coded(entry.dtype)
         size = items * dtype.itemsize
         if size > len(self._buffer):
             self._buffer = bytearray(max(size, BUFFER_BYTES))

@@ -23,12 +23,13 @@ from comfy_wan_dist.mesh.degrees import AXES
 from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups
 from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.mesh.shards import shard_range
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
+from workers.model.dtypes import dtype_coded
 from workers.parallel.agreement import OutOfStep
 from workers.parallel.collectives import AxisGroup, Ledger, lone_rank
 from workers.parallel.groups import PlaneGroups
 
-from .reader import BUFFER_BYTES, TORCH_TYPES, TensorReader
+from .reader import BUFFER_BYTES, TensorReader
 
 MILESTONES = 32
 """In every load, on every rank, whatever it reads: a stop is heard after so much of it."""
@@ -180,7 +181,7 @@ class SharedReader:
     ) -> None:
         peers = self.groups.peers
         first, count = (0, entry.shape[0]) if rows is None else (rows.start, rows.stop - rows.start)
-        dtype = TORCH_TYPES[entry.dtype]
+        dtype = dtype_coded(entry.dtype)
         row_bytes = entry.size // entry.shape[0]
         widths = [(each.stop - each.start) * dtype.itemsize for each in columns]
         at_once = max(peers.size, BUFFER_BYTES // row_bytes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 
-from comfy_wan_dist.model_file.entry import TensorEntry
+from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.vae import read_vae_file
 from comfy_wan_dist.model_file.vae_names import official_vae_tensors

@@ -98,32 +98,20 @@ class StreamStopwatch(Stopwatch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incoming:
-    """A tensor on its way from another rank. What was sent must not be written before `wait` has returned."""
-
-    tensor: Tensor
-    transfers: tuple[dist.Work, ...]
-    stopwatch: Stopwatch | None = None
-
-    def wait(self) -> Tensor:
-        with self.stopwatch or contextlib.nullcontext():
-            for transfer in self.transfers:
-                transfer.wait()
-        return self.tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Tensors on their way to and from other ranks; none may be touched before `wait` has returned."""
+    """Tensors on their way from and to other ranks; none may be written, nor an arriving one read, before `wait`."""
 
-    transfers: tuple[dist.Work, ...]
-    tensors: tuple[Tensor, ...]
+    transfers: tuple[dist.Work, ...] = ()
+    arriving: tuple[Tensor, ...] = ()
+    leaving: tuple[Tensor, ...] = ()
     stopwatch: Stopwatch | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> tuple[Tensor, ...]:
+        """What has arrived, once all is done."""
         with self.stopwatch or contextlib.nullcontext():
             for transfer in self.transfers:
                 transfer.wait()
+        return self.arriving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +160,10 @@ class AxisGroup:
             gather_into(out.flatten(0, 1), x, self.group)
         return out
 
-    def pass_on(self, x: Tensor, *, receive: int) -> Incoming:
+    def pass_on(self, x: Tensor, *, receive: int) -> Exchange:
         """Start sending x to the next rank of the ring and receiving `receive` rows of dim 0 from the one before."""
         if self.size == 1:
-            return Incoming(tensor=x, transfers=())
+            return Exchange(arriving=(x,))
         x = x.contiguous()
         stopwatch = self.ledger.book("send", self.axis, x)
         out = x.new_empty((receive, *x.shape[1:]))
@@ -188,7 +176,9 @@ class AxisGroup:
                 dist.P2POp(dist.irecv, out, previous, self.group),
             ]
         )
-        return Incoming(tensor=out, transfers=tuple(transfers), stopwatch=stopwatch)
+        return Exchange(
+            transfers=tuple(transfers), arriving=(out,), leaving=(x,), stopwatch=stopwatch
+        )
 
     def exchange(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]) -> Exchange:
         """Start sending `send[i]` to rank i of the group and filling `receive[i]` from it, all at once.
@@ -205,17 +195,18 @@ class AxisGroup:
         transfers = dist.batch_isend_irecv(operations) if operations else []
         return Exchange(
             transfers=tuple(transfers),
-            tensors=(*send.values(), *receive.values()),
+            arriving=tuple(receive.values()),
+            leaving=tuple(send.values()),
             stopwatch=stopwatch,
         )
 
-    def send(self, x: Tensor, to: int) -> Incoming:
+    def send(self, x: Tensor, to: int) -> Exchange:
         """Start sending x to rank `to` of the group (not at size 1); wait before x is written again."""
         x = x.contiguous()
         stopwatch = self.ledger.book("send", self.axis, x)
         transfer = dist.isend(x, self.ranks[to], group=self.group)
         assert transfer is not None
-        return Incoming(tensor=x, transfers=(transfer,), stopwatch=stopwatch)
+        return Exchange(transfers=(transfer,), leaving=(x,), stopwatch=stopwatch)
 
     def receive(self, out: Tensor, sender: int) -> Tensor:
         """Fill `out` with what rank `sender` of the group sends."""

@@ -7,10 +7,13 @@ or be recompiled for at every call. The compiler is loaded only here; importing 
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
+from comfy_wan_dist.ipc.errors import ConfigError
 from workers.model.wan import WanModel
 
 from .collectives import AxisGroup
@@ -18,20 +21,17 @@ from .groups import MeshGroups
 
 
 def outside_graphs(groups: MeshGroups) -> MeshGroups:
-    """The same groups for a model that will be compiled; build the model with them."""
+    """The same groups for a model that will be compiled; build the model with them.
+
+    That holds for every axis, used inside of blocks or not: outside of graphs there is nothing to break.
+    """
 
     def opaque(group: AxisGroup) -> AxisGroup:
         values = {field.name: getattr(group, field.name) for field in fields(group)}
         return _opaque_group()(**values)
 
-    return replace(
-        groups,
-        pp=opaque(groups.pp),
-        ring=opaque(groups.ring),
-        ulysses=opaque(groups.ulysses),
-        cp=opaque(groups.cp),
-        tp=opaque(groups.tp),
-    )
+    changes: dict[str, Any] = {name: opaque(group) for name, group in groups.axes().items()}
+    return replace(groups, **changes)
 
 
 def compile_blocks(model: WanModel, *, backend: str = "inductor") -> None:
@@ -40,17 +40,22 @@ def compile_blocks(model: WanModel, *, backend: str = "inductor") -> None:
         block.compile(backend=backend)
 
 
+def require_compiler(device: torch.device) -> None:
+    """Compile something small. Raises ConfigError where torch.compile does not work."""
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as error:
+        raise ConfigError(
+            f"torch.compile does not work here ({str(error).strip().splitlines()[0][:200]}); "
+            "install a C++ compiler or switch compile off"
+        ) from error
+
+
 @functools.cache
 def _opaque_group() -> type[AxisGroup]:
-    class OpaqueAxisGroup(AxisGroup):
-        all_reduce_sum = torch.compiler.disable(AxisGroup.all_reduce_sum)
-        all_to_all = torch.compiler.disable(AxisGroup.all_to_all)
-        all_gather = torch.compiler.disable(AxisGroup.all_gather)
-        send = torch.compiler.disable(AxisGroup.send)
-        receive = torch.compiler.disable(AxisGroup.receive)
-        broadcast = torch.compiler.disable(AxisGroup.broadcast)
-        gather_rows = torch.compiler.disable(AxisGroup.gather_rows)
-        reduce_scatter_rows = torch.compiler.disable(AxisGroup.reduce_scatter_rows)
-        pass_on = torch.compiler.disable(AxisGroup.pass_on)
-
-    return OpaqueAxisGroup
+    collectives = {
+        name: torch.compiler.disable(member)
+        for name, member in vars(AxisGroup).items()
+        if inspect.isfunction(member) and not name.startswith("_")
+    }
+    return type("OpaqueAxisGroup", (AxisGroup,), collectives)

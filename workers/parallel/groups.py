@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 
-from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.degrees import AXES, MeshDegrees
 from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups, job_ranks
 
 from .collectives import AxisGroup, Ledger
@@ -32,6 +32,11 @@ class MeshGroups:
     tp: AxisGroup
     fsdp: AxisGroup
     ledger: Ledger
+
+    def axes(self) -> dict[str, AxisGroup]:
+        """Every group by its field's name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, AxisGroup)}
 
 
 class PlaneGroups:
@@ -59,7 +64,8 @@ class PlaneGroups:
             sets = [tuple(players[rank] for rank in each) for each in groups(degrees, axes)]
             return self.axis_group(name, sets)
 
-        ring, ulysses = axis_group("ring", "ring"), axis_group("ulysses", "ulysses")
+        by_axis = {axis: axis_group(axis, axis) for axis in AXES}
+        ring, ulysses = by_axis["ring"], by_axis["ulysses"]
         if ring.size > 1 and ulysses.size > 1:
             cp = axis_group("cp", "ring", "ulysses")
         else:
@@ -67,13 +73,8 @@ class PlaneGroups:
         return MeshGroups(
             degrees=degrees,
             rank=self.rank,
-            dp=axis_group("dp", "dp"),
-            cfg=axis_group("cfg", "cfg"),
-            pp=axis_group("pp", "pp"),
-            ring=ring,
-            ulysses=ulysses,
+            **by_axis,
             cp=cp,
-            tp=axis_group("tp", "tp"),
             fsdp=self._join(
                 "fsdp",
                 groups(self.layout, REPLICATING_AXES if degrees.fsdp else ()),

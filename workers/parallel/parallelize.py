@@ -1,10 +1,12 @@
-"""A Wan model becomes parallel here: cut before it has memory, finished when it has values, fitted to each job.
+"""A model becomes parallel here: cut before it has memory, finished when it has weights, fitted to each job.
 
-The order matters. Cuts are made on the meta device, so that no rank ever holds a whole model. First the stage, since
-it drops blocks that need no further thought. Then tp, which swaps linears. Then packing, which keeps a linear's shard
-as the file has it, so it must know what tp has left. Last fsdp, which cuts whatever parameters there are then.
-Sequence parallelism and compilation wait until the weights are there: the one hooks into the layers that tp has
-swapped, the other must see the hooks. Context parallelism holds no parameters, and is set anew for each job.
+The order matters. `cut_model` works on the meta device, so that no rank ever holds a whole replica:
+stages first, as what another stage holds need not be cut; then tp, which finds plain linears and changes their kind and
+shape; then packing, which takes the place of a weight that has its final shape; then fsdp, which cuts whatever
+parameters there are by then, and must see them in their final dtypes; memory last. Weights are loaded and LoRAs merged
+between `cut_model` and `finish_model`. Sequence parallelism changes only how layers talk, and compilation must see the
+layers as they will run, so it ends the work. `fit_to` sets what depends on the job's tokens; a model is fitted again
+for each job, on whatever mesh of the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
-from comfy_wan_dist.mesh.parameters import find_parameter
+from comfy_wan_dist.mesh.parameters import parameter_of
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.shards import TokenShards
 from workers.model.wan import WanModel
@@ -31,9 +33,9 @@ from .stages import select_stage
 from .tensor import apply_tensor_parallel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelModel:
-    """A rank's shard of a model, ready for jobs. `sequence` is there if the mesh has sp."""
+    """A rank's part of a transformer, ready to run. `sequence` is there if the mesh has sp."""
 
     model: WanModel
     sequence: SequenceParallel | None
@@ -48,14 +50,14 @@ class ParallelModel:
 def cut_model(
     shape: WanShape, groups: MeshGroups, *, dtype: torch.dtype, device: torch.device
 ) -> WanModel:
-    """This rank's shard with memory allocated and no values in it."""
+    """This rank's shard, with memory on `device` and no values in it. Raises ConfigError if this torch has no fsdp."""
     with init_empty_weights(include_buffers=True):
         model = WanModel(shape)
         select_stage(model, groups.pp)
         apply_tensor_parallel(model, groups.tp)
 
     def dtype_of(name: str) -> torch.dtype:
-        return torch.float32 if find_parameter(name).is_float32 else dtype
+        return torch.float32 if parameter_of(name).is_float32 else dtype
 
     allocate_parameters(model, dtype_of=dtype_of, device=torch.device("meta"))
     apply_packing(model)
@@ -66,7 +68,7 @@ def cut_model(
 def finish_model(
     model: WanModel, groups: MeshGroups, *, compile_backend: str | None
 ) -> ParallelModel:
-    """The model with what is applied once the weights are there."""
+    """Apply what comes after the weights. None compiles nothing; else `groups` must be `outside_graphs`."""
     sequence = apply_sequence_parallel(model, groups.tp) if groups.degrees.sp else None
     if compile_backend is not None:
         compile_blocks(model, backend=compile_backend)
@@ -76,7 +78,7 @@ def finish_model(
 def allocate_parameters(
     module: nn.Module, *, dtype_of: Callable[[str], torch.dtype], device: torch.device
 ) -> None:
-    """Replace every parameter by an empty one of its shape; `dtype_of` takes its full name."""
+    """Replace every parameter by an empty one of its shape on `device`; `dtype_of` takes its full name."""
     for name, parameter in list(module.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         tensor = torch.empty(parameter.shape, dtype=dtype_of(name), device=device)

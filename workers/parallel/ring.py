@@ -39,7 +39,7 @@ class RingAttention:
             else:
                 out, lse = merge(out, lse, part, part_lse)
             if incoming is not None:
-                held = incoming.wait()
+                (held,) = incoming.wait()
         assert out is not None
         return out.to(q.dtype)
 

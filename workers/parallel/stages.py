@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.mesh.pipeline import stage_blocks
+from comfy_wan_dist.mesh.parameters import OUTER, stage_blocks
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 
 from .collectives import AxisGroup
@@ -36,10 +36,10 @@ def select_stage(model: WanModel, pp: AxisGroup) -> None:
     for index in range(model.shape.num_layers):
         if not own.start <= index < own.stop:
             del model.blocks[str(index)]
-    if pp.rank > 0:
-        del model.patch_embedding
-    if pp.rank < pp.size - 1:
-        del model.head
+    for each in OUTER:
+        module = each.name.partition(".")[0]
+        if hasattr(model, module) and not each.stage.includes(pp.rank, stages=pp.size):
+            delattr(model, module)
 
 
 def forward_in_stages(

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comfy_wan_dist.mesh.parameters import Cut, cut_of
-from workers.model.wan import MultiHeadAttention, Norm, WanModel, square_sum
+from comfy_wan_dist.mesh.parameters import parameter_of, parameter_slice
+from workers.model.wan import MultiHeadAttention, WanModel, square_sum
 
 from .collectives import AxisGroup
 
@@ -24,16 +24,15 @@ class RowParallelLinear(nn.Module):
     Collectives: `reduce` of the partial outputs, an all-reduce on tp unless sequence parallelism replaces it.
     """
 
-    def __init__(self, full: nn.Linear, tp: AxisGroup) -> None:
+    def __init__(self, linear: nn.Linear, tp: AxisGroup) -> None:
+        """linear: with this rank's columns of the weight, and all of the bias."""
         super().__init__()
         self.carries_bias = tp.rank == 0
-        self.first_column = tp.rank * (full.in_features // tp.size)
+        self.first_column = tp.rank * linear.weight.shape[1]
         """Which of the full matrix's columns is the first one here."""
         self.reduce: Callable[[Tensor], Tensor] = tp.all_reduce_sum
-        self.weight = nn.Parameter(
-            full.weight.new_empty(full.out_features, full.in_features // tp.size)
-        )
-        self.bias = nn.Parameter(torch.empty_like(full.bias))
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         # One rank's partial product carries the bias: all of theirs would sum to tp times the bias.
@@ -56,31 +55,24 @@ class ShardedMeanSquare:
 
 
 def apply_tensor_parallel(model: WanModel, tp: AxisGroup) -> None:
-    """Give every module of `model` its shard's shape and its collective. The model's tensors are not kept.
+    """Give every parameter of `model` its shard's shape and every module its collective. No values are kept.
 
     Call it on the meta device, before weights are loaded; at size 1 nothing changes.
     """
     if tp.size == 1:
         return
+    for name, parameter in list(model.named_parameters()):
+        cut = parameter_slice(name, tuple(parameter.shape), tp_rank=tp.rank, tp_size=tp.size)
+        if cut is not None:
+            size = list(parameter.shape)
+            size[cut.dim] = cut.stop - cut.start
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(parameter.new_empty(size)))
     for name, module in list(model.named_modules()):
-        if isinstance(module, (nn.Linear, Norm)):
-            cut = cut_of(name)
-            if cut is Cut.COLUMN:
-                _keep_output_features(module, tp.size)
-            elif cut is Cut.SHARDED_NORM:
-                module.weight = nn.Parameter(
-                    module.weight.new_empty(module.weight.shape[0] // tp.size)
-                )
-            elif cut is Cut.ROW:
-                assert isinstance(module, nn.Linear)
-                parent, _, leaf = name.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, RowParallelLinear(module, tp))
         if isinstance(module, MultiHeadAttention):
             module.mean_square = ShardedMeanSquare(tp)
-
-
-def _keep_output_features(linear: nn.Module, parts: int) -> None:
-    assert isinstance(linear, nn.Linear)
-    linear.out_features //= parts
-    linear.weight = nn.Parameter(linear.weight.new_empty(linear.out_features, linear.in_features))
-    linear.bias = nn.Parameter(linear.bias.new_empty(linear.out_features))
+        elif isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+            if parameter_of(f"{name}.weight").cut_dim == 1:
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, RowParallelLinear(module, tp))

@@ -13,15 +13,12 @@ import re
 import torch
 from torch import Tensor, nn
 
-from comfy_wan_dist.ipc.dtypes import FP8
-from comfy_wan_dist.mesh.packing import Packing
+from comfy_wan_dist.mesh.dtypes import BLOCKS, Packing
 from comfy_wan_dist.mesh.parameters import Slice
-from comfy_wan_dist.model_file.encoding import BLOCKS
+from workers.model.dtypes import dtype_coded
 from workers.model.wan import WanModel
 
-from .unpack import unpack_blocks
-
-FP8_TYPES: dict[str, torch.dtype] = {dtype.code: getattr(torch, dtype.name) for dtype in FP8}
+from .blocks import unpack_blocks
 
 
 class PackedWeight(nn.Module):
@@ -45,7 +42,7 @@ class PackedWeight(nn.Module):
         self.columns = columns
         self.stored = self.stored_of(Slice(dim=1, start=first, stop=first + columns))
         width = len(blocks) * packing.size
-        dtype = torch.uint8 if packing.encoding in BLOCKS else FP8_TYPES[packing.encoding]
+        dtype = dtype_coded("U8" if packing.encoding in BLOCKS else packing.encoding)
         data = torch.empty(rows, width, dtype=dtype, device=held.device)
         self.data = nn.Parameter(data, requires_grad=False)
         scale = torch.empty((), device=held.device) if packing.is_scaled else None
@@ -67,7 +64,7 @@ class PackedWeight(nn.Module):
 
 
 class _UnpacksWeight:
-    """Of a linear: `weight` is unpacked anew whenever it is read."""
+    """A linear's part: its `weight` is unpacked anew whenever it is read."""
 
     packed: PackedWeight
 
@@ -100,7 +97,7 @@ def apply_packing(model: WanModel) -> None:
 
 
 def official_name(parameter: str) -> str:
-    """Of a parameter as the model has it: what is packed stands for the weight."""
+    """The official name of a parameter as the model has it: what is packed stands for the weight."""
     return re.sub(r"\.packed\.data$", ".weight", parameter)
 
 

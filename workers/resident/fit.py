@@ -1,4 +1,4 @@
-"""Whether models fit: what they need, against what a device and its machine have free."""
+"""Whether a model's weights fit, and what a job takes beside them: what is planned, held against what is free."""
 
 from __future__ import annotations
 
@@ -16,57 +16,7 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import PlannedJob
 from workers.parallel.groups import MeshGroups
 
-from .memory import free_memory, usable_memory
-
-
-def margin_for_both(
-    request: SampleRequest,
-    shapes: Sequence[WanShape],
-    groups: MeshGroups,
-    *,
-    device: torch.device,
-    weights_there: int,
-) -> int:
-    """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
-
-    shapes: of both, whose files may be quantised differently. weights_there: of the experts' weights, what is on the
-    device already.
-    """
-    memories = [planned_memory(request, shape, groups) for shape in shapes]
-    beside_weights = max(memory.total - memory.weights for memory in memories)
-    weights = sum(memory.weights for memory in memories)
-    return usable_memory(device) + weights_there - weights - beside_weights
-
-
-def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) -> RankMemory:
-    """What a job with one model takes on this rank, by the planner's count."""
-    batch, _, frames, height, width = request.noisy.shape
-    job = PlannedJob(
-        shape=shape,
-        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
-        steps=len(request.timesteps),
-        guided=request.uncond is not None,
-        batch=batch,
-        dtype=request.model.dtype,
-        text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
-        text_batch=request.cond.shape[0],
-    )
-    return rank_memory(job, groups.degrees, groups.rank)
-
-
-def validate_host_memory(weights: int, *, local_ranks: int, caution: float) -> None:
-    """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError.
-
-    weights: bytes of both on one rank.
-    """
-    free = free_memory(torch.device("cpu"))
-    need = weights * local_ranks
-    if need > caution * free:
-        raise InsufficientMemoryError(
-            f"the model's two experts do not fit on the devices together, and to take turns there they need "
-            f"{need / GIB:.1f} GiB of host memory, of which {free / GIB:.1f} GiB are free; use a mesh with more tp, pp "
-            "or fsdp"
-        )
+from .memory import CAUTION, free_memory, usable_memory
 
 
 def validate_memory(
@@ -116,3 +66,53 @@ def validate_memory(
     raise InsufficientMemoryError(
         f"{whole} {need / GIB:.1f} GiB for the model on {device}, which has {free_bytes / GIB:.1f} GiB free; {remedy}"
     )
+
+
+def margin_for_both(
+    request: SampleRequest,
+    shapes: Sequence[WanShape],
+    groups: MeshGroups,
+    *,
+    device: torch.device,
+    weights_there: int,
+) -> int:
+    """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
+
+    shapes: of both, whose files may be quantised differently. weights_there: of the experts' weights, what is on the
+    device already.
+    """
+    memories = [planned_memory(request, shape, groups) for shape in shapes]
+    beside_weights = max(memory.total - memory.weights for memory in memories)
+    weights = sum(memory.weights for memory in memories)
+    return usable_memory(device) + weights_there - weights - beside_weights
+
+
+def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) -> RankMemory:
+    """What a job with one model takes on this rank, by the planner's count."""
+    batch, _, frames, height, width = request.noisy.shape
+    job = PlannedJob(
+        shape=shape,
+        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
+        steps=len(request.timesteps),
+        guided=request.uncond is not None,
+        batch=batch,
+        dtype=request.model.dtype,
+        text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
+        text_batch=request.cond.shape[0],
+    )
+    return rank_memory(job, groups.degrees, groups.rank)
+
+
+def validate_host_memory(weights: int, *, local_ranks: int) -> None:
+    """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError.
+
+    weights: bytes of both on one rank.
+    """
+    free = free_memory(torch.device("cpu"))
+    need = weights * local_ranks
+    if need > CAUTION * free:
+        raise InsufficientMemoryError(
+            f"the model's two experts do not fit on the devices together, and to take turns there they need "
+            f"{need / GIB:.1f} GiB of host memory, of which {free / GIB:.1f} GiB are free; use a mesh with more tp, pp "
+            "or fsdp"
+        )

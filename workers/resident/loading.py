@@ -1,171 +1,164 @@
-"""A transformer's way from its files into a slot: recognised, allocated, read, its LoRAs merged, made parallel."""
+"""One transformer from its file to this rank's part of it, side by side with the plane's other ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from comfy_wan_dist.ipc.dtypes import require_compute_dtype
 from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.degrees import MeshDegrees
+from comfy_wan_dist.mesh.dtypes import COMPUTED
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.model_file.lora import changed_shape
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from workers.checkpoint.files import ModelFiles, Spec
-from workers.checkpoint.load import load_weights, torch_dtype
+from workers.checkpoint.load import load_weights, own_parts
 from workers.checkpoint.lora import Changes, changed_parameters, merge_changes, read_changes
-from workers.checkpoint.part import own_parts
-from workers.checkpoint.sharing import Milestone, build_read_groups
+from workers.checkpoint.sharing import Milestone, ReadGroups, build_read_groups
 from workers.job import Job, together
+from workers.model.dtypes import dtype_named
 from workers.model.wan import WanModel
+from workers.parallel.compile import require_compiler
 from workers.parallel.groups import MeshGroups, PlaneGroups
-from workers.parallel.parallelize import ParallelModel, cut_model, finish_model
+from workers.parallel.parallelize import cut_model, finish_model
 
 from .fit import validate_memory
 from .memory import Room
-from .slot import HeldModel, ModelSlot
+from .slot import HeldModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class KnownModel:
-    """A transformer as its files' headers tell it. changes: what its LoRAs make of the weights."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoundModel:
+    """The model that `spec` names. changes: what its LoRAs change. shape: with what they leave packed."""
 
     spec: ModelSpec
     file: WanFile
     changes: Changes
-
-    @property
-    def shape(self) -> WanShape:
-        """As it is held, LoRAs merged."""
-        return changed_shape(self.file.shape, self.changes)
+    shape: WanShape
 
 
-class TransformerLoader:
-    """Fills slots of one rank. bytes_read: what was asked of files since it was last set to 0."""
+class ModelLoader:
+    """Loads transformers for one rank."""
 
-    def __init__(
-        self, *, plane: PlaneGroups, local_ranks: int, files: ModelFiles, room: Room
-    ) -> None:
-        """local_ranks: how many of the plane's ranks are on each machine."""
-        self.bytes_read = 0
+    def __init__(self, *, plane: PlaneGroups, files: ModelFiles, room: Room) -> None:
         self._plane = plane
-        self._local_ranks = local_ranks
         self._files = files
         self._room = room
 
-    def recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> KnownModel:
-        """Read the headers again. Raises ConfigError, ModelFileError, MeshError."""
-        require_compute_dtype(spec.dtype)
+    def recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> FoundModel:
+        """Read headers only. Raises ConfigError."""
+        if spec.dtype not in COMPUTED:
+            raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(COMPUTED)}")
         file = read_wan_file(self._files.read(spec))
         validate_model(degrees, file.shape)
         changes = read_changes(spec.loras, self._files, file.shape)
-        return KnownModel(spec=spec, file=file, changes=changes)
+        shape = changed_shape(file.shape, changes)
+        return FoundModel(spec=spec, file=file, changes=changes, shape=shape)
 
-    def validate_memory(self, known: KnownModel, groups: MeshGroups) -> None:
-        """Refuse what does not fit beside what is there. Raises InsufficientMemoryError."""
+    def validate_room(self, found: FoundModel, groups: MeshGroups) -> None:
+        """Raises InsufficientMemoryError if this rank's part does not fit beside what the device holds."""
         validate_memory(
-            known.shape,
+            found.shape,
             groups.degrees,
             stage=groups.pp.rank,
-            dtype=known.spec.dtype,
-            local_ranks=self._local_ranks,
+            dtype=found.spec.dtype,
+            local_ranks=self._room.local_ranks,
             device=self._room.device,
             free_bytes=self._room.free(),
         )
 
-    def lacks_memory(self, known: KnownModel, groups: MeshGroups) -> bool:
-        """Whether `validate_memory` would refuse it."""
+    def fits(self, found: FoundModel, groups: MeshGroups) -> bool:
         try:
-            self.validate_memory(known, groups)
+            self.validate_room(found, groups)
         except InsufficientMemoryError:
-            return True
-        return False
+            return False
+        return True
 
     def load(
-        self, slot: ModelSlot, known: KnownModel, groups: MeshGroups, job: Job, report: Milestone
-    ) -> ParallelModel:
-        """Load into an empty slot. Collectives: votes, and those of the reads."""
-        spec, device = known.spec, self._room.device
+        self, found: FoundModel, groups: MeshGroups, report: Milestone, job: Job
+    ) -> tuple[HeldModel, int]:
+        """The model with its LoRAs, ready to be fitted to a job, and the bytes read.
+
+        Collectives: votes, and those of `load_weights` and `merge_changes`.
+        """
+        spec, sharing = found.spec, self._read_groups()
 
         def allocate() -> WanModel:
-            self.validate_memory(known, groups)
-            return cut_model(known.shape, groups, dtype=torch_dtype(spec.dtype), device=device)
+            self.validate_room(found, groups)
+            dtype = dtype_named(spec.dtype)
+            return cut_model(found.shape, groups, dtype=dtype, device=self._room.device)
 
         model = together(job, allocate)
-        self.bytes_read += together(job, lambda: self._read(model, known, groups, report))
+        bytes_read = together(job, lambda: self._fill(model, found, groups, sharing, report))
         if spec.compile:
-            together(job, lambda: require_compiler(device))
+            together(job, lambda: require_compiler(self._room.device))
         loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
-        slot.held = HeldModel(spec=spec, loaded=loaded, changes=known.changes)
-        return loaded
+        return HeldModel(spec=spec, loaded=loaded, changes=found.changes), bytes_read
 
     def change_loras(
-        self, slot: ModelSlot, known: KnownModel, groups: MeshGroups, job: Job, report: Milestone
-    ) -> ParallelModel:
-        """Read anew what differs from the slot's model, which has the same base. Collectives: as in `load`."""
-        held = slot.held
-        assert held is not None
-        slot.held = (
-            None  # a model that is changed in part would be neither the old one nor the new one
+        self, held: HeldModel, found: FoundModel, groups: MeshGroups, report: Milestone, job: Job
+    ) -> tuple[HeldModel, int]:
+        """`held` with the LoRAs of `found` in place of its own, and the bytes read. An error leaves it half changed.
+
+        Collectives: a vote, and those of `merge_changes`.
+        """
+        names = changed_parameters(held.changes, found.changes)
+        model, sharing = held.loaded.model, self._read_groups()
+        bytes_read = together(
+            job, lambda: self._merge(model, found, names, groups, sharing, report)
         )
-        names = changed_parameters(held.changes, known.changes)
-        model = held.loaded.model
-        self.bytes_read += together(job, lambda: self._merge(model, known, names, groups, report))
-        slot.held = HeldModel(spec=known.spec, loaded=held.loaded, changes=known.changes)
-        return held.loaded
+        return HeldModel(spec=found.spec, loaded=held.loaded, changes=found.changes), bytes_read
 
-    def _read(
-        self, model: WanModel, known: KnownModel, groups: MeshGroups, report: Milestone
+    def _read_groups(self) -> ReadGroups:
+        """Collectives: the making of groups that no earlier load needed, so not between two votes."""
+        return build_read_groups(self._plane, local_ranks=self._room.local_ranks)
+
+    def _fill(
+        self,
+        model: WanModel,
+        found: FoundModel,
+        groups: MeshGroups,
+        sharing: ReadGroups,
+        report: Milestone,
     ) -> int:
-        """Fill a model; returns the bytes asked of the files."""
-        names = frozenset(known.changes)
-        whole = sum(part.file_bytes for part in own_parts(model, known.file, groups))
-
-        def reading(done: int, total: int, error: Exception | None) -> None:
-            report(done, whole, error)
+        """Load, then merge what the LoRAs change, which is left out before; `report` hears of both as one."""
+        names = frozenset(found.changes)
+        parts = own_parts(model, found.file, groups)
+        whole = sum(part.file_bytes for part in parts)
+        bytes_read = load_weights(
+            model,
+            found.file,
+            groups,
+            sharing=sharing,
+            milestone=lambda done, _, error: report(done, whole, error),
+            leave_out=names,
+        )
 
         def merging(done: int, total: int, error: Exception | None) -> None:
             report(whole - total + done, whole, error)
 
-        sharing = build_read_groups(self._plane, local_ranks=self._local_ranks)
-        bytes_read = load_weights(
-            model, known.file, groups, sharing=sharing, milestone=reading, leave_out=names
-        )
-        return bytes_read + self._merge(model, known, names, groups, merging)
+        return bytes_read + self._merge(model, found, names, groups, sharing, merging)
 
     def _merge(
         self,
         model: WanModel,
-        known: KnownModel,
+        found: FoundModel,
         names: frozenset[str],
         groups: MeshGroups,
+        sharing: ReadGroups,
         report: Milestone,
     ) -> int:
-        """Fill the parameters `names` with the file's values and the LoRAs' changes; returns the bytes asked."""
         bytes_read = merge_changes(
             model,
-            known.file,
-            known.changes,
+            found.file,
+            found.changes,
             groups,
             names=names,
-            sharing=build_read_groups(self._plane, local_ranks=self._local_ranks),
+            sharing=sharing,
             milestone=report,
         )
-        named: tuple[Spec, ...] = (known.spec, *known.spec.loras)
-        for each in named:
+        specs: tuple[Spec, ...] = (found.spec, *found.spec.loras)
+        for each in specs:
             self._files.read(each)  # still the same
         return bytes_read
-
-
-def require_compiler(device: torch.device) -> None:
-    """Compile something small. Raises ConfigError where torch.compile does not work."""
-    try:
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-    except Exception as error:
-        raise ConfigError(
-            f"torch.compile does not work here ({str(error).strip().splitlines()[0][:200]}); "
-            "install a C++ compiler or switch compile off"
-        ) from error

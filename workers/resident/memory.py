@@ -1,4 +1,4 @@
-"""The memory of a rank's device and machine: what is free, what may be planned with, what was taken at most."""
+"""How much memory a rank's device and its machine have free, what of it may be planned with, and what a job took."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 
 UNLIMITED = 2**62
 CAUTION = 0.9
-"""Of what is free: whatever is planned takes somewhat more."""
-
+"""Share of what is free: whatever is planned takes somewhat more."""
 RESET_PEAK_RESIDENT = "5"
 """What to write to clear_refs. Source: Linux, Documentation/filesystems/proc.rst."""
 
 
 class Room:
-    """The memory of one rank's device and of its machine, which it shares with `local_ranks` - 1 others.
+    """What one rank may plan with: of its device, and of the host's memory, which the machine's `local_ranks` share.
 
-    On the CPU the two are the same.
+    On the CPU the host's memory is the device's.
     """
 
     def __init__(self, *, device: torch.device, local_ranks: int) -> None:
@@ -42,11 +41,11 @@ class Room:
         return free_bytes // self.local_ranks if self.device.type == "cpu" else free_bytes
 
     def spare(self) -> int:
-        """What of them may be planned with."""
+        """The part of `usable` that may be planned with."""
         return int(CAUTION * self.usable())
 
     def spare_on_host(self) -> int:
-        """The same of this rank's part of the machine's memory."""
+        """What may be planned with of this rank's part of the host's memory."""
         return int(CAUTION * free_memory(torch.device("cpu"))) // self.local_ranks
 
     def release(self) -> None:

@@ -35,7 +35,7 @@ class OffloadedWeights:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that offloading the model moves."""
+    """What offloading the model moves."""
     return sum(storage.nbytes() for storage in _storages(model))
 
 

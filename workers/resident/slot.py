@@ -1,4 +1,4 @@
-"""A transformer as one rank holds it between jobs, on its device or offloaded."""
+"""A transformer as one rank holds it between jobs: on its device, or offloaded to host memory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModelSlot:
         return 0 if self._offloaded is None else self._offloaded.bytes
 
     def device_bytes(self) -> int:
-        """Of its weights, as far as they are on the device."""
+        """Bytes of its weights that are on the device."""
         return 0 if self.held is None else weight_bytes(self.held.loaded.model)
 
     def offload(self) -> None:

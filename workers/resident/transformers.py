@@ -21,15 +21,15 @@ from workers.parallel.parallelize import ParallelModel
 from workers.sampling.forward import validate_latent
 
 from .fit import margin_for_both, planned_memory, validate_host_memory
-from .loading import TransformerLoader
-from .memory import CAUTION, UNLIMITED, Room
+from .loading import ModelLoader
+from .memory import UNLIMITED, Room
 from .slot import ModelSlot
 
 logger = logging.getLogger(__name__)
 
 
 class Transformers:
-    """The two slots of one rank. bytes_read: what was asked of files since `start_count`."""
+    """Those of one rank. bytes_read: what was asked of files since it was last set to 0."""
 
     def __init__(
         self,
@@ -43,21 +43,12 @@ class Transformers:
         """local_ranks: how many of the plane's ranks are on each machine. drop_vae: gives up the VAE's memory."""
         self.model = ModelSlot()
         self.low_noise = ModelSlot()
-        self._loader = TransformerLoader(
-            plane=plane, local_ranks=local_ranks, files=files, room=room
-        )
+        self.bytes_read = 0
         self._plane = plane
         self._local_ranks = local_ranks
+        self._loader = ModelLoader(plane=plane, files=files, room=room)
         self._room = room
         self._drop_vae = drop_vae
-
-    @property
-    def bytes_read(self) -> int:
-        return self._loader.bytes_read
-
-    def start_count(self) -> None:
-        """Let `bytes_read` count from 0."""
-        self._loader.bytes_read = 0
 
     def clear(self) -> None:
         self.model.clear()
@@ -164,10 +155,10 @@ class Transformers:
         return is_wanted
 
     def _bring_back(self, slot: ModelSlot, job: Job) -> None:
-        """Undo an offload. Where the VAE has taken the room since, it goes. Collectives: votes."""
+        """Undo `offload`. Where the VAE has taken the room since, it goes. Collectives: votes."""
 
         def spare_memory() -> int:
-            return self._room.usable() - needed if (needed := slot.offloaded_bytes) else UNLIMITED
+            return self._room.usable() - away if (away := slot.offloaded_bytes) else UNLIMITED
 
         if job.agree_least(together(job, spare_memory)) < 0:
             self._drop_vae()
@@ -191,8 +182,8 @@ class Transformers:
                 known = [
                     self._loader.recognise(spec, groups.degrees) for spec in (request.model, low)
                 ]
-                validate_experts(*(each.file for each in known))
-                shapes = [each.shape for each in known]
+                validate_experts(*(found.file for found in known))
+                shapes = [found.shape for found in known]
             validate_latent(job.tensor(request.noisy), shapes[0])
             return shapes
 
@@ -213,12 +204,7 @@ class Transformers:
             for shape in of_both
         )
         if self.model.held is None or self.low_noise.held is None:  # else one of them waits there
-            together(
-                job,
-                lambda: validate_host_memory(
-                    weights, local_ranks=self._local_ranks, caution=CAUTION
-                ),
-            )
+            together(job, lambda: validate_host_memory(weights, local_ranks=self._local_ranks))
         return True
 
     def _have_model(
@@ -236,16 +222,21 @@ class Transformers:
         If it differs in its LoRAs only, no more is read than what they change. What is `idle` goes where both do not
         fit. turn, turns: of the job's loads.
         """
-        if slot.held is not None and slot.held.spec == spec:
+        if slot.held is not None and slot.holds(spec):
             self._bring_back(slot, job)
             return slot.held.loaded
-        known = together(job, lambda: self._loader.recognise(spec, groups.degrees))
+        found = together(job, lambda: self._loader.recognise(spec, groups.degrees))
         report = load_milestone(job, turn=turn, turns=turns)
-        if slot.differs_in_loras(spec, known.shape):
+        if slot.held is not None and slot.differs_in_loras(spec, found.shape):
             self._bring_back(slot, job)
-            return self._loader.change_loras(slot, known, groups, job, report)
-        slot.clear()
-        self._room.release()
-        if idle is not None:
-            self._let_go(idle, lambda: -self._loader.lacks_memory(known, groups), job)
-        return self._loader.load(slot, known, groups, job, report)
+            # The slot is empty meanwhile: a model that is half changed must not be found there.
+            held, slot.held = slot.held, None
+            slot.held, bytes_read = self._loader.change_loras(held, found, groups, report, job)
+        else:
+            slot.clear()
+            self._room.release()
+            if idle is not None:
+                self._let_go(idle, lambda: 0 if self._loader.fits(found, groups) else -1, job)
+            slot.held, bytes_read = self._loader.load(found, groups, report, job)
+        self.bytes_read += bytes_read
+        return slot.held.loaded

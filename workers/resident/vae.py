@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from comfy_wan_dist.ipc.messages import VAESpec
 from workers.checkpoint.files import ModelFiles
-from workers.checkpoint.load import torch_dtype
 from workers.checkpoint.sharing import build_read_groups
 from workers.checkpoint.vae import build_vae, load_vae_weights, vae_bytes
 from workers.job import Job, load_milestone, together
+from workers.model.dtypes import dtype_named
 from workers.parallel.groups import PlaneGroups
 from workers.vae.wan22 import WanVAE
 
@@ -45,7 +45,7 @@ class ResidentVAE:
         if self._held is not None and self._held.spec == spec:
             return self._held.vae
         self.clear()
-        dtype = torch_dtype(spec.dtype)
+        dtype = dtype_named(spec.dtype)
 
         def spare_memory() -> int:
             return self._room.usable() - vae_bytes(self._files.read(spec).path, dtype=dtype)

@@ -1,10 +1,11 @@
-"""Values of quantised weights, from the bytes of a file: fp8, and the blocks of GGUF.
+"""Blocks of GGUF and their values: all forms that files have unpacked, and values packed as Q8_0.
 
-A block is some values of a row with what scales them. The arithmetic is float32 in the order of the reference, so that
-the values are the same to the last bit; what is left is whole-tensor operations on the weight's own device.
+A block is some values of a row with what scales them. The arithmetic of both ways is float32 in the order of the
+reference, so that the values are the same to the last bit; what is left is whole-tensor operations on the weight's own
+device.
 
 Shape letters: R rows, N blocks of a row, S bytes of a block, and G groups of a block, which have scales of their own.
-Source: ggml's block layouts, as in `gguf.quants`.
+Source: ggml's block layouts and rounding, as in `gguf.quants`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.model_file.encoding import BLOCKS
+from comfy_wan_dist.mesh.dtypes import BLOCKS
 
 
 def unpack_blocks(data: Tensor, encoding: str) -> Tensor:
@@ -22,6 +23,26 @@ def unpack_blocks(data: Tensor, encoding: str) -> Tensor:
     _, size = BLOCKS[encoding]
     blocks_RNS = data.unflatten(1, (-1, size))
     return UNPACKERS[encoding](blocks_RNS).flatten(1)
+
+
+def pack_q8_0(values: Tensor) -> Tensor:
+    """Rows of values [R, N*32] float32 -> rows of blocks [R, N*34] uint8.
+
+    A block is a float16 scale and 32 whole numbers from -127 to 127.
+    A value is off by no more than half a 127th of the largest of its block, and what the scale is rounded by.
+    """
+    items, _ = BLOCKS["Q8_0"]
+    blocks_RN32 = values.unflatten(1, (-1, items))
+    scale_RN1 = blocks_RN32.abs().amax(-1, keepdim=True).div_(127)
+    inverse = torch.where(scale_RN1 == 0, 0, 1 / scale_RN1)
+    scaled = blocks_RN32 * inverse
+    # Halves are rounded away from zero.
+    size = scaled.abs()
+    whole = size.floor()
+    whole += (size.sub_(whole).mul_(2)).floor_()
+    quants = whole.copysign_(scaled).to(torch.int8)
+    parts = (scale_RN1.half().view(torch.uint8), quants.view(torch.uint8))
+    return torch.cat(parts, -1).flatten(1)
 
 
 def half(bytes_: Tensor) -> Tensor:
