@@ -1,10 +1,11 @@
 # Each target prepares what it needs: python3 >= 3.10 with pip and venv is enough to begin with.
 #
-#   make test      all tests, on the CPU                make fmt     format and fix imports
-#   make lint      style, format and types              make type    types only
-#   make demo      a small video through ComfyUI        make parity  numbers against independent references
-#   make bench     measurements (SECTION=name: one)     make clean   drop caches and out/
-#   make fullsize  a model of 10 GB on two CPU ranks
+#   make check     lint, and tests that need no other   make fmt     format and fix imports
+#                  process: a minute, for every change  make type    types only
+#   make test      all tests, on the CPU                make parity  numbers against independent references
+#   make lint      style, types, spelling, dead code    make bench   measurements (SECTION=name: one)
+#   make demo      a small video through ComfyUI        make clean   drop caches and out/
+#   make coverage  all tests, and the lines they reach  make fullsize  a model of 10 GB on two CPU ranks
 #
 # PYTHON=...        the interpreter that .venv is made with
 # COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
@@ -15,6 +16,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SECTION ?=
+TESTS ?=
 RUN := .venv/bin/python
 SETUP := $(PYTHON) scripts/setup_env.py
 
@@ -22,17 +24,36 @@ SETUP := $(PYTHON) scripts/setup_env.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: test lint fmt type demo parity bench fullsize clean distclean
+.PHONY: check quick test coverage lint fmt type demo parity bench fullsize clean distclean
+
+check: lint quick
+
+quick:
+	@$(SETUP) test
+	$(RUN) -m pytest -m quick
 
 test:
 	@$(SETUP) test comfyui
 	$(RUN) -m pytest
+
+# In ranks and in ComfyUI too. Also: make coverage TESTS="tests/group tests/ranks".
+coverage:
+	@$(SETUP) test comfyui
+	@mkdir -p out
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest $(TESTS)
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
 
 lint:
 	@$(SETUP) test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	.venv/bin/codespell
+	$(RUN) -m vulture
+	$(RUN) -m vulture comfy_wan_dist workers benchmarks devtools scripts tests
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 fmt:
 	@$(SETUP) test
@@ -44,7 +65,7 @@ type:
 	$(RUN) -m mypy
 
 demo:
-	@$(SETUP) test comfyui
+	@$(SETUP) demo comfyui
 	@mkdir -p out
 	$(RUN) scripts/demo.py
 
