@@ -7,6 +7,7 @@
 #   make demo      a small video through ComfyUI        make clean   drop caches and out/
 #   make coverage  all tests, and the lines they reach  make fullsize  a model of 10 GB on two CPU ranks
 #
+# TESTS="..."       what make test and make coverage run, instead of all
 # PYTHON=...        the interpreter that .venv is made with
 # COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
 
@@ -34,9 +35,9 @@ quick:
 
 test:
 	@$(SETUP) test comfyui
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(TESTS)
 
-# In ranks and in ComfyUI too. Also: make coverage TESTS="tests/group tests/ranks".
+# Lines that only ranks or ComfyUI run count too.
 coverage:
 	@$(SETUP) test comfyui
 	@mkdir -p out
