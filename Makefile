@@ -1,7 +1,7 @@
 # Each target prepares what it needs: python3 >= 3.10 with pip and venv is enough to begin with.
 #
-#   make check     lint, and tests that need no other   make fmt     format and fix imports
-#                  process: a minute, for every change  make type    types only
+#   make check     lint and quick: for every change     make fmt     format and fix imports
+#   make quick     tests without ComfyUI and ranks      make type    types only
 #   make test      all tests, on the CPU                make parity  numbers against independent references
 #   make lint      style, types, spelling, dead code    make bench   measurements (SECTION=name: one)
 #   make demo      a small video through ComfyUI        make clean   drop caches and out/
