@@ -32,11 +32,11 @@ class Tracer:
         self._places: dict[CodeType, str] = {}
         self._seen: set[str] = set()
         self._is_open = False
-        self._last: FrameType | None = None
+        self._opener: FrameType | None = None
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "return" and frame is self._last:
-            self._is_open, self._last = False, None
+        if event == "return" and frame is self._opener:
+            self._is_open, self._opener = False, None
         if event != "call":
             return
         code = frame.f_code
@@ -58,7 +58,7 @@ class Tracer:
 
     def _begins(self, frame: FrameType) -> bool:
         """Whether a call lies in the window, which it may open."""
-        if self._last is not None:
+        if self._opener is not None:
             return True
         if not self._window.exists():
             self._is_open = False
@@ -69,7 +69,7 @@ class Tracer:
                 return False
             self._is_open = True
             is_plain = first and not frame.f_code.co_flags & inspect.CO_COROUTINE
-            self._last = frame if is_plain else None
+            self._opener = frame if is_plain else None
         return True
 
 
