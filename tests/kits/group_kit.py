@@ -18,6 +18,7 @@ from comfy_wan_dist.ipc.shared import Parcel
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines
+from devtools.interruptible import interruptible
 
 KITS = Path(__file__).resolve().parent
 
@@ -133,7 +134,7 @@ def assert_nothing_left(private: Path, pids: tuple[int, ...] = ()) -> None:
 def start_client(private: Path, log: Path, *moment: str) -> subprocess.Popen[bytes]:
     """`moment`: as group_client.py takes it, head included."""
     client = subprocess.Popen(
-        [sys.executable, str(KITS / "group_client.py"), str(log), *moment],
+        interruptible([sys.executable, str(KITS / "group_client.py"), str(log), *moment]),
         env={
             **os.environ,
             "TMPDIR": str(private),

@@ -18,6 +18,7 @@ from pathlib import Path
 from group_kit import processes_naming, search_path, wait_until
 
 from comfy_wan_dist.ipc.tcp import Address
+from devtools.interruptible import interruptible
 
 ROOT = Path(__file__).resolve().parents[2]
 CLONE_NEWNET = 0x40000000
@@ -36,20 +37,11 @@ class OtherMachine:
         # Short, because a socket may go there.
         self.private = Path(tempfile.mkdtemp(prefix="wdm-", dir="/tmp"))
         self.log = self.private.with_suffix(".log")
+        worker = ["-m", "comfy_wan_dist", "worker", "--join", str(head), "--devices", "cpu:2"]
+        command = [sys.executable, *worker]
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                [
-                    *prefix,
-                    sys.executable,
-                    "-m",
-                    "comfy_wan_dist",
-                    "worker",
-                    "--join",
-                    str(head),
-                    "--devices",
-                    "cpu:2",
-                    *options,
-                ],
+                [*prefix, *interruptible([*command, *options])],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.private), "PYTHONPATH": search_path()},
                 stdout=output,

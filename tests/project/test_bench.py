@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -159,20 +158,14 @@ def test_only_strict_turns_a_limit_that_is_not_met_into_an_exit_status(
 # ---- sections
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as running:
-        yield running
-
-
-def test_one_rank_rows_compare_with_both_others(pool: RankPool, comfyui_path: Path) -> None:
-    (rows,) = pool.run(1, denoise.one_rank, TINY, 0.0)
+def test_one_rank_rows_compare_with_both_others(rank_pool: RankPool, comfyui_path: Path) -> None:
+    (rows,) = rank_pool.run(1, denoise.one_rank, TINY, 0.0)
     assert [r.limit for r in rows] == [1.0, None, 1.0, None]
     assert all(r.ratio is not None and r.ratio > 0 and r.rounds >= 6 for r in rows)
 
 
-def test_two_rank_rows_are_the_same_on_both_ranks(pool: RankPool) -> None:
-    first, second = pool.run(2, denoise.two_ranks, TINY, 0.0)
+def test_two_rank_rows_are_the_same_on_both_ranks(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, denoise.two_ranks, TINY, 0.0)
     assert first == second
     limits = {r.case: (r.sense, r.limit) for r in first if r.limit is not None}
     assert limits == {
@@ -190,13 +183,13 @@ def test_long_sequences_have_higher_limits() -> None:
 
 
 def test_vae_rows_compare_with_both_others_and_with_one_rank(
-    pool: RankPool, comfyui_path: Path
+    rank_pool: RankPool, comfyui_path: Path
 ) -> None:
     size = LatentSize(frames=2, height=1, width=2)
-    (rows,) = pool.run(1, vae.one_rank, vae.TINY, size, 0.0)
+    (rows,) = rank_pool.run(1, vae.one_rank, vae.TINY, size, 0.0)
     assert [(r.sense, r.limit) for r in rows] == [("at most", 1.0)] * 2
     assert all(r.ratio is not None and r.ratio > 0 and r.rounds >= 3 for r in rows)
-    first, second = pool.run(2, vae.two_ranks, vae.TINY, size, 0.0)
+    first, second = rank_pool.run(2, vae.two_ranks, vae.TINY, size, 0.0)
     assert first == second
     assert [(r.sense, r.limit) for r in first] == [("at least", 1.8), ("at least", None)]
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -13,6 +16,13 @@ from scripts import setup_env
 from scripts.setup_env import SetupError, Step
 
 ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
+# Prints which of its arguments the demo has imported.
+IMPORTED_BY_DEMO = """
+import sys
+import scripts.demo
+print(*(name for name in sys.argv[1:] if name in sys.modules))
+"""
 
 
 def step_in(folder: Path, *, key: str = "new", fails: bool = False) -> Step:
@@ -109,6 +119,40 @@ def test_plan_keys_the_environment_by_its_requirements(
 def test_main_refuses_an_unknown_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert setup_env.main(["tests"]) == 1
     assert "['tests']" in capsys.readouterr().err
+
+
+def packages_of(extra: str) -> set[str]:
+    """Names of what an extra installs, without versions. Descriptor 2 stands for the lock's."""
+    lines = setup_env.requirements(Path(sys.executable), PYPROJECT, extra, lock=2)
+    return {re.split(r"[^\w.-]", line)[0].lower() for line in lines}
+
+
+def test_an_extra_brings_those_that_it_names(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[project]\nname = "a-b"\ndependencies = ["x"]\n[project.optional-dependencies]\n'
+        'one = ["y>=1"]\nmore = ["a-b[one]", "z"]\n'
+    )
+    for extra, expected in (("one", ["x", "y>=1"]), ("more", ["x", "z", "y>=1"])):
+        found = setup_env.requirements(Path(sys.executable), project, extra, lock=2)
+        assert found == expected
+
+
+def test_demo_installs_and_imports_nothing_of_what_only_tests_need() -> None:
+    demo, test = packages_of("demo"), packages_of("test")
+    assert demo < test
+    only_tests = test - demo
+    assert only_tests >= {"diffusers", "gguf", "hypothesis", "matplotlib", "mypy", "pytest", "ruff"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_BY_DEMO, *sorted(only_tests), "PIL"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["PIL"]
 
 
 def test_requirements_txt_repeats_the_dependencies() -> None:
