@@ -12,12 +12,13 @@ async def comfy_entrypoint() -> ComfyExtension:
     """Called by ComfyUI once at start-up."""
     from comfy_api.latest import ComfyExtension, io
 
-    from .nodes.conditioning import LoadConditioning, SaveConditioning
     from .nodes.image_to_video_latent import ImageToVideoLatent
+    from .nodes.load_conditioning import LoadConditioning
     from .nodes.load_model import LoadModel
     from .nodes.lora import LoRA
     from .nodes.plan import PlanMesh
     from .nodes.sampler import Sampler
+    from .nodes.save_conditioning import SaveConditioning
     from .nodes.vae_decode import VAEDecode
 
     class WanDistExtension(ComfyExtension):

@@ -30,6 +30,13 @@ class Experts:
         scales = [self.guidance, *([] if self.low_noise is None else [self.low_noise.guidance])]
         return not all(isclose(scale, 1.0) for scale in scales)
 
+    def describe(self, model: ResolvedModel, steps: int) -> str:
+        """What a report says of a model in two experts."""
+        high = 0 if self.first == model.low_noise else steps
+        if self.low_noise is not None:
+            high = self.low_noise.from_step
+        return f"steps by the high-noise expert: {high}, by the low-noise expert: {steps - high}"
+
 
 def default_boundary(shape: WanShape) -> float:
     """Share of the noise below which the second expert predicts: of I2V-A14B, or of T2V-A14B."""

@@ -1,9 +1,9 @@
 """One job of one node: cut it into pieces, have the planes do them, wait as a ComfyUI node should.
 
-async with session.open_session(planes) as job:
-    request = DecodeRequest(id=job.id, ..., latent=job.send(latent), result=job.reserve(shape))
-    await job.run([Piece(request=request, cost=flops)])
-    images = job.tensor(request.result)
+async with session.open_session(planes) as session:
+    request = DecodeRequest(id=session.id, ..., latent=session.send(latent), result=session.reserve(shape))
+    await session.run([Piece(request=request, cost=flops)])
+    images = session.tensor(request.result)
 """
 
 from __future__ import annotations

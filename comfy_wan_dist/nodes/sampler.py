@@ -13,10 +13,9 @@ from ..comfyui.latent import Latent, finish_sampling, prepare_sampling
 from ..comfyui.schedule import build_schedule, list_schedulers, sigmas_schedule
 from ..ipc.errors import ConfigError
 from ..jobs import session
-from ..jobs.experts import Experts, choose_experts
-from ..jobs.handle import ModelHandle, ResolvedModel
-from ..jobs.pieces import Sampling, build_pieces
-from ..planning.report import job_text
+from ..jobs.experts import choose_experts
+from ..jobs.handle import ModelHandle
+from ..jobs.sampling import Sampling, sample
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from ..solvers.table import solver_names
 from .load_model import CATEGORY, WanDistModel
@@ -198,27 +197,8 @@ class Sampler(io.ComfyNode):
             solver=sampler_name,
             experts=experts,
         )
-        planes = session.planes_for(resolved)
-        async with session.open_session(planes) as job:
-            work = build_pieces(job, sampling, resolved, planes[0].degrees)
-            outcomes = await job.run(work.pieces)
-            reports = [f"LoRA {line}" for line in resolved.lora_lines]
-            if resolved.low_noise is not None:
-                reports.append(_steps_of(resolved, experts, len(schedule.timesteps)))
-            reports += [
-                job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
-                for mesh, outcome in zip(work.meshes, outcomes, strict=True)
-            ]
-            latent = finish_sampling(latent_image, job.tensor(work.result))
-            return io.NodeOutput(latent, note + "\n\n".join(reports))
-
-
-def _steps_of(model: ResolvedModel, experts: Experts, steps: int) -> str:
-    """What the report says of a model in two experts."""
-    high = 0 if experts.first == model.low_noise else steps
-    if experts.low_noise is not None:
-        high = experts.low_noise.from_step
-    return f"steps by the high-noise expert: {high}, by the low-noise expert: {steps - high}"
+        latent, report = await sample(sampling, resolved)
+        return io.NodeOutput(finish_sampling(latent_image, latent), note + report)
 
 
 def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:

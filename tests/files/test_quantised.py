@@ -20,6 +20,7 @@ from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from comfy_wan_dist.cli import model_shape
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
@@ -32,7 +33,6 @@ from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import PlannedJob
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
-from comfy_wan_dist.planning.cli import model_shape
 from devtools.checkpoints import transformer_weights
 from devtools.ledgers import predict_ledger
 from devtools.mesh_runs import (

@@ -46,6 +46,7 @@ from machine_kit import (
     why_no_namespaces,
 )
 
+from comfy_wan_dist.cli import main
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.environment import child_environment
 from comfy_wan_dist.group.launch import StartingGroup
@@ -80,7 +81,6 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines, parse_machines
 from comfy_wan_dist.model_file.header import content_of, read_model_file
-from comfy_wan_dist.planning.cli import main
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.leasing import leased
 from devtools.mesh_runs import (

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from comfy_wan_dist.cli import device_pool, main
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.devices import GB
 from comfy_wan_dist.planning.calibration import measure_cpu
-from comfy_wan_dist.planning.cli import device_pool, main
 from comfy_wan_dist.planning.doctor import (
     GPU,
     Level,

@@ -28,6 +28,7 @@ ROOMS = (
     f"{PACK}.solvers",
     f"{PACK}.group",
     f"{PACK}.planning",
+    f"{PACK}.cli",
     f"{PACK}.comfyui",
     f"{PACK}.jobs",
     f"{PACK}.nodes",
@@ -66,7 +67,7 @@ NEEDS_COMFYUI = (
     f"{PACK}.comfyui",
     f"{PACK}.nodes",
     f"{PACK}.jobs.session",
-    f"{PACK}.jobs.pieces",
+    f"{PACK}.jobs.sampling",
     f"{PACK}.jobs.vae",
 )
 PLAIN_MODULES = ("workers.model", "workers.vae")

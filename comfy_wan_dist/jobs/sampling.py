@@ -1,4 +1,4 @@
-"""A sampler node's work as pieces for the planes: cut along the batch, each piece on the mesh that suits it."""
+"""A sampler node's work: cut along the batch into pieces for the planes, each on the mesh that suits it, and done."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.shape import LatentGrid
 from ..mesh.workload import PlannedJob
+from ..planning.report import job_text
 from ..solvers.schedules import Schedule
 from .experts import Experts
 from .handle import ResolvedModel
-from .session import Session
+from .session import Session, open_session, planes_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,24 @@ class SamplingPieces:
     result: TensorRef
 
 
+async def sample(sampling: Sampling, model: ResolvedModel) -> tuple[Tensor, str]:
+    """The batch's latent, normalised, and the report. Raises what the ranks raise."""
+    planes = planes_for(model)
+    async with open_session(planes) as session:
+        work = build_pieces(session, sampling, model, planes[0].degrees)
+        outcomes = await session.run(work.pieces)
+        reports = [f"LoRA {line}" for line in model.lora_lines]
+        if model.low_noise is not None:
+            reports.append(sampling.experts.describe(model, len(sampling.schedule.timesteps)))
+        reports += [
+            job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
+            for mesh, outcome in zip(work.meshes, outcomes, strict=True)
+        ]
+        return session.tensor(work.result), "\n\n".join(reports)
+
+
 def build_pieces(
-    job: Session, sampling: Sampling, model: ResolvedModel, plane: MeshDegrees
+    session: Session, sampling: Sampling, model: ResolvedModel, plane: MeshDegrees
 ) -> SamplingPieces:
     """Copy the tensors to where the ranks see them, and say who gets which part.
 
@@ -62,15 +79,15 @@ def build_pieces(
     batch, _, frames, height, width = tensors.noisy.shape
     grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
     sizes = piece_sizes(model.degrees, batch=batch)
-    result = job.reserve(tensors.noisy.shape)
-    noisy, results = job.send_split(tensors.noisy, sizes), split_ref(result, sizes)
-    clean = job.send_split_optional(tensors.clean, sizes)
-    mask = job.send_split_optional(tensors.mask, sizes)
-    frame_mask = job.send_split_optional(tensors.frame_mask, sizes)
-    step_noise = job.send_split_optional(tensors.step_noise, sizes, dim=1)
-    cond = job.send(sampling.cond.text)
-    uncond = None if sampling.uncond is None else job.send(sampling.uncond.text)
-    conditions = _send_conditions(job, sampling, sizes)
+    result = session.reserve(tensors.noisy.shape)
+    noisy, results = session.send_split(tensors.noisy, sizes), split_ref(result, sizes)
+    clean = session.send_split_optional(tensors.clean, sizes)
+    mask = session.send_split_optional(tensors.mask, sizes)
+    frame_mask = session.send_split_optional(tensors.frame_mask, sizes)
+    step_noise = session.send_split_optional(tensors.step_noise, sizes, dim=1)
+    cond = session.send(sampling.cond.text)
+    uncond = None if sampling.uncond is None else session.send(sampling.uncond.text)
+    conditions = _send_conditions(session, sampling, sizes)
     jobs = [planned_job(sampling, model, grid, batch=size) for size in sizes]
     meshes = tuple(
         choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
@@ -79,7 +96,7 @@ def build_pieces(
 
     def piece(index: int) -> Piece:
         request = SampleRequest(
-            id=f"{job.id}-{index}",
+            id=f"{session.id}-{index}",
             model=experts.first,
             low_noise=experts.low_noise,
             mesh=str(meshes[index]),
@@ -110,14 +127,14 @@ def build_pieces(
 
 
 def _send_conditions(
-    job: Session, sampling: Sampling, sizes: Sequence[int]
+    session: Session, sampling: Sampling, sizes: Sequence[int]
 ) -> list[tuple[Condition, ...]]:
     """The conditions of each piece: those of its samples, or one for all."""
     prompts = {COND: sampling.cond, UNCOND: sampling.uncond}
     sent = [
         [
             Condition(name=name, branch=branch, tensor=part)
-            for part in _send_shares(job, tensor, sizes)
+            for part in _send_shares(session, tensor, sizes)
         ]
         for branch, prompt in prompts.items()
         if prompt is not None
@@ -126,11 +143,11 @@ def _send_conditions(
     return [tuple(parts[index] for parts in sent) for index in range(len(sizes))]
 
 
-def _send_shares(job: Session, tensor: Tensor, sizes: Sequence[int]) -> tuple[TensorRef, ...]:
+def _send_shares(session: Session, tensor: Tensor, sizes: Sequence[int]) -> tuple[TensorRef, ...]:
     """A tensor's share of each piece; one sample serves all of them."""
     if tensor.shape[0] == 1:
-        return (job.send(tensor),) * len(sizes)
-    return job.send_split(tensor, sizes)
+        return (session.send(tensor),) * len(sizes)
+    return session.send_split(tensor, sizes)
 
 
 def planned_job(

@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from math import isclose
 from pathlib import Path
 
-from ..ipc.errors import ConfigError, WanDistError
-from ..ipc.tcp import parse_address
-from ..mesh.degrees import parse_mesh
-from ..mesh.devices import parse_devices
-from ..mesh.dtypes import COMPUTED
-from ..mesh.shape import KNOWN_MODELS, WanShape, video_grid
-from ..mesh.validate import validate_grid, validate_model
-from ..mesh.workload import PlannedJob
-from ..model_file.header import read_model_file
-from ..model_file.wan import read_wan_file
-from .doctor import diagnose, examine, findings_text, free_host_memory
-from .hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
-from .plan import make_plan
-from .report import plan_text, plan_values, transfers_text
+from .ipc.errors import ConfigError, WanDistError
+from .ipc.tcp import parse_address
+from .mesh.degrees import parse_mesh
+from .mesh.devices import parse_devices
+from .mesh.dtypes import COMPUTED
+from .mesh.shape import KNOWN_MODELS, WanShape, video_grid
+from .mesh.validate import validate_grid, validate_model
+from .mesh.workload import PlannedJob
+from .model_file.header import read_model_file
+from .model_file.wan import read_wan_file
+from .planning.doctor import diagnose, examine, findings_text, free_host_memory
+from .planning.hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
+from .planning.plan import make_plan
+from .planning.report import plan_text, plan_values, transfers_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +157,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 def run_worker(options: argparse.Namespace) -> int:
     """Take part in groups until Ctrl-C."""
     with torch_needed():
-        from ..group.machines.join import Announcer, Offer, serve
+        from .group.machines.join import Announcer, Offer, serve
 
     if options.models is not None and not options.models.is_dir():
         raise ConfigError(f"--models {options.models} is no folder; name one that is here")
@@ -223,7 +223,7 @@ def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
         raise ConfigError("devices cpu:0 are none; write cpu:1 or more")
     if measure is None:
         with torch_needed():
-            from .calibration import measure_cpu  # plans for GPUs need no torch
+            from .planning.calibration import measure_cpu  # plans for GPUs need no torch
 
         measure = measure_cpu
     memory = free_host_memory()
