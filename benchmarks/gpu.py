@@ -45,9 +45,9 @@ from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, vae_weights
 from devtools.mesh_runs import single_groups
+from devtools.reading import pass_by, read_alone
 from devtools.vae_runs import decode, whole_share
 from workers.checkpoint.load import load_weights
-from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.wan import WanModel
 from workers.parallel.compile import compile_blocks
 from workers.parallel.parallelize import cut_model

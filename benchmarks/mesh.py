@@ -27,7 +27,7 @@ from devtools.calibration import measure_mesh
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import CPU, Case, mesh_degrees, model_spec
 from devtools.rank_pool import RankPool
-from workers.model.rope import rope_table
+from workers.model.tokens import rope_table
 from workers.model.wan import TokenRun, WanModel
 from workers.parallel.collectives import AxisGroup
 from workers.parallel.groups import PlaneGroups

@@ -20,7 +20,7 @@ from comfy_wan_dist.mesh.flops import rank_flops
 from comfy_wan_dist.mesh.shape import PATCH_POSITIONS
 from comfy_wan_dist.mesh.workload import PlannedJob
 from comfy_wan_dist.planning.hardware import Calibration
-from workers.model.rope import rope_table
+from workers.model.tokens import rope_table
 from workers.model.wan import TokenRun, WanModel
 
 from .mesh_runs import CPU, Inputs, LocalJob, Schedule, build_local_runner, build_request

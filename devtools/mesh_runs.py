@@ -30,9 +30,9 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
+from devtools.reading import pass_by, read_alone
 from workers.checkpoint.files import GivenFiles
 from workers.checkpoint.load import load_weights
-from workers.checkpoint.sharing import pass_by, read_alone
 from workers.parallel.agreement import Agreement
 from workers.parallel.compile import outside_graphs
 from workers.parallel.groups import MeshGroups, PlaneGroups

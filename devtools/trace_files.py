@@ -3,8 +3,9 @@
     sampler   a warm run, from Wan Dist Sampler's `execute` to the latent it returns, in ComfyUI and in a rank
     gguf      the weights of a GGUF file, from `load_weights` to its end, in a rank
 
-Covered: files entered by a call of one of their functions, each once, in the order of first entry, whichever the
-thread; a real ComfyUI on the CPU, one rank, a toy model. Not covered: functions that already ran when it began, such as
+Covered: files entered by a call of one of their functions, each once, whichever the thread; first those that are given
+or give back the job's data (`traced/sitecustomize.py` says what that is), in that order; a real ComfyUI on the CPU, one
+rank, a toy model. Not covered: functions that already ran when it began, such as
 a rank's loop, unless they call others of their file; and the launcher, which does nothing meanwhile.
 """
 
@@ -40,10 +41,11 @@ Graph = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A file, with the processes that entered it, first come first."""
+    """A file, with the processes that entered it, first come first, and whether it was handed the job's data."""
 
     path: str
     roles: tuple[str, ...]
+    has_data: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,10 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=sorted(WINDOWS))
     what = parser.parse_args(arguments).what
     entries = trace(what)
-    for number, entry in enumerate(entries, 1):
+    way = [entry for entry in entries if entry.has_data]
+    others = [entry for entry in entries if not entry.has_data]
+    print("handed the job's data, in the order of the data:")
+    for number, entry in enumerate(way, 1):
         print(f"{number:3} {entry.path:56} {', '.join(entry.roles)}")
-    counts = {role: sum(role in entry.roles for entry in entries) for role in WINDOWS[what]}
-    print(f"{len(entries)} files:", ", ".join(f"{n} in {role}" for role, n in counts.items()))
+    print("asked on the way:")
+    for entry in sorted(others, key=lambda entry: entry.path):
+        print(f"    {entry.path:56} {', '.join(entry.roles)}")
+    print(f"{len(way)} files on the way, {len(others)} asked")
     return 0
 
 
@@ -131,18 +138,26 @@ def run(server: ComfyServer, graph: Graph, *, seed: int) -> None:
 
 
 def read_lists(folder: Path) -> list[Entry]:
-    """Entries of all processes, by time."""
+    """Entries of all processes: by the time of the first data, else of the first call."""
     found = []
     for path in folder.glob("*.[0-9]*"):
         for line in path.read_text().splitlines():
             when, place = line.split(" ", 1)
             found.append((int(when), place, path.stem))
     roles: dict[str, list[str]] = {}
-    for _, place, role in sorted(found):
-        entered = roles.setdefault(place, [])
+    moments: dict[str, int] = {}
+    with_data = {place[1:] for _, place, _ in found if place.startswith("+")}
+    for moment, place, role in sorted(found):
+        name = place.removeprefix("+")
+        entered = roles.setdefault(name, [])
         if role not in entered:
             entered.append(role)
-    return [Entry(path=place, roles=tuple(entered)) for place, entered in roles.items()]
+        if place.startswith("+") or name not in with_data:
+            moments.setdefault(name, moment)
+    return [
+        Entry(path=name, roles=tuple(roles[name]), has_data=name in with_data)
+        for name in sorted(moments, key=lambda name: moments[name])
+    ]
 
 
 if __name__ == "__main__":

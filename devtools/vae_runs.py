@@ -28,7 +28,7 @@ from comfy_wan_dist.ipc.messages import (
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.vae_shape import VAE_STRIDE, VAEConfig, latent_frames, pixel_frames
 from comfy_wan_dist.mesh.vae_split import LatentSize, VAESplit
-from workers.checkpoint.sharing import pass_by, read_alone
+from devtools.reading import pass_by, read_alone
 from workers.checkpoint.vae import build_vae, load_vae_weights
 from workers.parallel.groups import PlaneGroups
 from workers.parallel.vae.share import apply_vae_split
@@ -58,7 +58,6 @@ class VAERun:
     decoded: Tensor
     encoded: Tensor
     decode_ledger: tuple[LedgerLine, ...]
-    encode_ledger: tuple[LedgerLine, ...]
 
 
 def make_inputs(config: VAEConfig, size: LatentSize, *, batch: int = 1) -> VAEInputs:
@@ -214,7 +213,6 @@ def run_split(vae: WanVAE, plane: PlaneGroups, split: VAESplit) -> VAERun:
         decoded=decoded,
         encoded=encoded,
         decode_ledger=decode_ledger,
-        encode_ledger=plane.ledger.lines(),
     )
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 # What stands behind these: a ComfyUI, processes that act as ranks, worker groups, other machines.
-OUTSIDE_THE_TEST = frozenset({"comfyui_path", "rank_pool", "registry", "private", "runner_path"})
+OUTSIDE_THE_TEST = frozenset(
+    {"comfyui_path", "rank_pool", "registry", "served", "private", "runner_path"}
+)
 
 
 class RootIsPlainDir:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from ..ipc.errors import WorkerStopped
 from ..ipc.messages import Request, SampleRequest
-from .joining import batch_of, is_joinable
-from .shared_run import Member, SharedRun
+from .shared_run import Member, SharedRun, batch_of, is_joinable
 from .spec import LaunchSpec
 
 # The nodes of a graph come one after the other: wait for the next a moment, so that the first does not win by that, and
@@ -35,7 +34,7 @@ class Piece:
     """A request that any plane can do. `cost` is in one unit for all pieces that ever wait together.
 
     most_samples: how many samples a run may have in which this piece, a SampleRequest, is done together with others
-    like it (joining.py); 0 if it is to be done alone.
+    like it (shared_run.py); 0 if it is to be done alone.
     """
 
     request: Request

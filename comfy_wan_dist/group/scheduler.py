@@ -4,7 +4,7 @@ A node's work comes as one or more pieces; queue.py says which plane does which.
 driven by a task in its caller's event loop.
 
 Covered: retry after the loss of a plane or of a shared run, interrupt and cancellation. Not covered: the start and end
-of groups (registry.py), how a group runs a job (client.py), how requests are joined (joining.py).
+of groups (registry.py), how a group runs a job (client.py), how requests are joined (shared_run.py).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
@@ -325,8 +325,6 @@ Request = JobRequest | Unload
 Message = (
     Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed | Arrive | Join | Refuse
 )
-
-M = TypeVar("M")
 
 RESULT = "result"
 """The field of every job that names the tensor to be written; all other tensors are read."""

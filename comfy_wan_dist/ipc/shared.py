@@ -151,12 +151,6 @@ class BufferPool:
         self._returned: deque[tuple[int, int]] = deque()
         self._closed = False
 
-    @property
-    def idle_bytes(self) -> int:
-        with self._lock:
-            self._collect_returned()
-            return sum(size for size, _, _ in self._idle)
-
     def take(self, size: int) -> tuple[int, SharedBuffer]:
         """Descriptor and mapping of a buffer of at least `size` bytes with arbitrary content.
 

@@ -3,7 +3,9 @@
 The folder TRACE_FOLDER says when. Its file `window`, while it is there, names for `comfyui` and for `rank` the function
 with which the list of such a process begins; "" begins at once. The list ends with the return of that function, or
 with the file `window` where there is none or where it is a coroutine. Each first entry is a line of `<role>.<pid>`:
-time.monotonic_ns, then the path below TRACE_ROOT. All threads count; the top level of a module does not.
+time.monotonic_ns, then the path below TRACE_ROOT; another line with a `+` follows once a function of the file is given
+or gives back the job's own data: a tensor, a reference to one, or what has one of these in a field, such as a message.
+A model's weights do not count. All threads count; the top level of a module does not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,28 @@ from types import CodeType, FrameType
 from typing import Any
 
 PRODUCT = ("comfy_wan_dist", "workers")
+TENSORS, REFERENCE = ("Tensor", "Parameter"), "TensorRef"
+"""Names of classes: here nothing may be imported that the process would not import by itself."""
+MOST_ITEMS = 8
+
+
+def carries_data(value: object, depth: int = 3) -> bool:
+    """Whether it is or holds data, in fields and items down to `depth`."""
+    kind = type(value)
+    is_torch = kind.__module__.startswith("torch")
+    if kind.__name__ == REFERENCE or (is_torch and kind.__name__ in TENSORS):
+        return True
+    if depth == 0 or is_torch:
+        return False
+    if isinstance(value, dict):
+        parts = list(value.values())[:MOST_ITEMS]
+    elif isinstance(value, (tuple, list)):
+        parts = list(value[:MOST_ITEMS])
+    elif hasattr(kind, "__dataclass_fields__"):
+        parts = [getattr(value, name, None) for name in kind.__dataclass_fields__]
+    else:
+        return False
+    return any(carries_data(part, depth - 1) for part in parts)
 
 
 class Tracer:
@@ -31,23 +55,34 @@ class Tracer:
         self._root = os.path.realpath(root)
         self._places: dict[CodeType, str] = {}
         self._seen: set[str] = set()
+        self._with_data: set[str] = set()
         self._is_open = False
         self._opener: FrameType | None = None
 
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "return" and frame is self._opener:
-            self._is_open, self._opener = False, None
-        if event != "call":
+    def __call__(self, frame: FrameType, event: str, given: Any) -> None:
+        if event not in ("call", "return"):
             return
         code = frame.f_code
         place = self._places.get(code)
         if place is None:
             place = self._places[code] = self._place_of(code)
-        if not place or not self._begins(frame) or place in self._seen:
-            return
-        self._seen.add(place)
+        if place and self._begins(frame):
+            if place not in self._seen:
+                self._seen.add(place)
+                self._note(place)
+            if place not in self._with_data:
+                count = code.co_argcount + code.co_kwonlyargcount
+                names = code.co_varnames[:count] if event == "call" else ()
+                values = [given, *(frame.f_locals.get(name) for name in names)]
+                if any(map(carries_data, values)):
+                    self._with_data.add(place)
+                    self._note(f"+{place}")
+        if event == "return" and frame is self._opener:
+            self._is_open, self._opener = False, None
+
+    def _note(self, line: str) -> None:
         with self._list.open("a") as out:
-            out.write(f"{time.monotonic_ns()} {place}\n")
+            out.write(f"{time.monotonic_ns()} {line}\n")
 
     def _place_of(self, code: CodeType) -> str:
         """Path below the root; empty for what is no function of the product."""

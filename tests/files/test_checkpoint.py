@@ -41,11 +41,11 @@ from devtools.mesh_runs import (
     model_spec,
     single_groups,
 )
+from devtools.reading import pass_by, read_alone
 from devtools.vae_runs import load_vae
 from workers.checkpoint import reader
 from workers.checkpoint.load import load_weights
 from workers.checkpoint.reader import TensorReader
-from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger
 from workers.parallel.parallelize import cut_model

@@ -24,15 +24,15 @@ import torch
 from group_kit import Interrupted
 from torch import Tensor
 
-from comfy_wan_dist.group.joining import (
+from comfy_wan_dist.group.queue import SETTLE_S, Piece
+from comfy_wan_dist.group.registry import GroupRegistry
+from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
+from comfy_wan_dist.group.shared_run import (
     batch_dims,
     is_joinable,
     join_requests,
     split_results,
 )
-from comfy_wan_dist.group.queue import SETTLE_S, Piece
-from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import (
     ConfigError,

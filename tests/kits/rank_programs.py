@@ -34,10 +34,10 @@ from devtools.mesh_runs import (
     forward_rank,
     mesh_degrees,
 )
+from devtools.reading import pass_by
 from workers.checkpoint.load import load_weights
-from workers.checkpoint.sharing import build_read_groups, pass_by
-from workers.model.rope import rope_table
-from workers.model.tokens import token_runs
+from workers.checkpoint.sharing import build_read_groups
+from workers.model.tokens import rope_table, token_runs
 from workers.model.wan import TokenRun, WanModel, mean_square
 from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.context import UlyssesAttention

@@ -35,8 +35,8 @@ from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights, write_transformer
 from devtools.mesh_runs import single_groups
+from devtools.reading import pass_by, read_alone
 from workers.checkpoint.load import load_weights
-from workers.checkpoint.sharing import pass_by, read_alone
 from workers.model.wan import Block, WanModel
 from workers.parallel.collectives import AxisGroup, Ledger
 from workers.parallel.groups import MeshGroups

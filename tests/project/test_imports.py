@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -210,6 +211,23 @@ def test_every_module_keeps_to_its_place() -> None:
     modules = modules_of(PACK, WORKERS)
     assert {module.name for module in modules} > {PACK, f"{PACK}.ipc.errors", WORKERS}
     assert [what for module in modules for what in violations(module)] == []
+
+
+def test_architecture_prints_the_rooms_in_their_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- rooms -->")[2].partition("<!-- end of rooms -->")[0]
+    assert tuple(re.findall(r"^\| `([\w.]+)` \|", table, re.MULTILINE)) == ROOMS
+
+
+def test_files_that_architecture_names_are_there() -> None:
+    """Those with a folder: as the repository has them, or below one of its packages."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", text))
+    homes = [ROOT, ROOT / PACK, ROOT / WORKERS, ROOT / WORKERS / "parallel"]
+    assert len(named) > 40
+    assert [
+        name for name in sorted(named) if not any((home / name).is_file() for home in homes)
+    ] == []
 
 
 def test_every_module_is_in_a_room() -> None:

@@ -6,12 +6,15 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from comfy_wan_dist.ipc.messages import TensorRef
 from devtools.trace_files import Entry, read_lists
-from devtools.traced.sitecustomize import Tracer
+from devtools.traced.sitecustomize import Tracer, carries_data
 
 SOURCES = {
     "workers/one.py": "def start(then):\n    return then()\n",
@@ -94,13 +97,26 @@ def test_a_coroutine_opens_the_list_until_the_window_closes(program: Program) ->
 
 def test_lists_of_two_processes_are_merged_by_time(tmp_path: Path) -> None:
     (tmp_path / "window").write_text("{}")
-    (tmp_path / "comfyui.10").write_text("1 a\n4 b\n")
-    (tmp_path / "rank.11").write_text("2 c\n3 a\n")
+    (tmp_path / "comfyui.10").write_text("1 a\n4 b\n5 +a\n")
+    (tmp_path / "rank.11").write_text("2 c\n3 a\n6 +c\n")
     assert read_lists(tmp_path) == [
-        Entry(path="a", roles=("comfyui", "rank")),
-        Entry(path="c", roles=("rank",)),
-        Entry(path="b", roles=("comfyui",)),
+        Entry(path="b", roles=("comfyui",), has_data=False),
+        Entry(path="a", roles=("comfyui", "rank"), has_data=True),
+        Entry(path="c", roles=("rank",), has_data=True),
     ]
+
+
+@dataclass
+class Message:
+    parts: tuple[object, ...]
+
+
+def test_data_is_seen_in_fields_and_items_but_not_in_models() -> None:
+    ref = TensorRef(buffer=0, offset=0, dtype="float32", shape=(1,))
+    for data in (torch.ones(1), ref, [ref], {"x": torch.ones(1)}, Message(({"x": ref},))):
+        assert carries_data(data)
+    for other in (1, "text", Message((1,)), torch.nn.Linear(1, 1), {"x": object()}, torch.float32):
+        assert not carries_data(other)
 
 
 def test_calls_of_threads_count(program: Program) -> None:

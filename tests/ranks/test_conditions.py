@@ -25,7 +25,7 @@ from devtools.mesh_runs import (
     sample_rank,
 )
 from devtools.rank_pool import RankPool
-from workers.sampling.conditions import validate_conditions
+from workers.sampling.forward import validate_conditions
 
 SHAPE = WanShape(dim=512, ffn_dim=256, num_layers=2, in_dim=48, out_dim=48, text_dim=16)
 CASE = Case(name="t2v", frames=3, height=6, width=6, batch=2)

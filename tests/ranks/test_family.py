@@ -24,6 +24,7 @@ from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
 from comfy_wan_dist.ipc.messages import LowNoise, ModelSpec
 from comfy_wan_dist.jobs.experts import choose_experts
 from comfy_wan_dist.jobs.handle import ModelHandle, ResolvedModel, resolve_model
+from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import PlannedJob
@@ -54,8 +55,8 @@ from devtools.rank_pool import RankPool
 from workers.model.tokens import grid_of
 from workers.resident import fit as experts
 from workers.resident import memory as room
-from workers.resident.fit import planned_memory
-from workers.sampling.conditions import validate_conditions
+from workers.sample_job import workload_of
+from workers.sampling.forward import validate_conditions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -265,7 +266,11 @@ def test_experts_in_different_forms_fit_where_their_own_sizes_do(
     )
     groups = runner._plane.for_mesh(mesh_degrees("single"))
     memories = [
-        planned_memory(request, read_wan_file(read_model_file(str(path))).shape, groups)
+        rank_memory(
+            workload_of(request, read_wan_file(read_model_file(str(path))).shape),
+            groups.degrees,
+            groups.rank,
+        )
         for path in paths
     ]
     weights = sum(memory.weights for memory in memories)

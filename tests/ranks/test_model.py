@@ -18,12 +18,12 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
 from devtools.mesh_runs import relative_error, single_groups
 from devtools.references import build_diffusers_transformer
-from workers.model.rope import apply_rope, rope_table
-from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
+from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpatchify
 from workers.model.wan import (
     Norm,
     TokenRun,
     WanModel,
+    apply_rope,
     layer_norm,
     mean_square,
     scale_rms,

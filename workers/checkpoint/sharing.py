@@ -46,12 +46,6 @@ class Milestone(Protocol):
     def __call__(self, done: int, total: int, error: Exception | None) -> None: ...
 
 
-def pass_by(done: int, total: int, error: Exception | None) -> None:
-    """The milestone of a rank alone."""
-    if error is not None:
-        raise error
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReadGroups:
     """Ranks of this machine. everyone: with this rank's stage. replicas: with its weights. peers: of its tp group.
@@ -62,11 +56,6 @@ class ReadGroups:
     everyone: AxisGroup
     replicas: AxisGroup
     peers: AxisGroup
-
-
-def read_alone() -> ReadGroups:
-    alone = lone_rank("read")
-    return ReadGroups(everyone=alone, replicas=alone, peers=alone)
 
 
 def build_read_groups(

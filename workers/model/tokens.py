@@ -1,16 +1,21 @@
-"""Latents as tokens and back, and the runs of tokens that share a timestep.
+"""Latents as tokens and back, the tokens' positions, and the runs of tokens that share a timestep.
 
 Token features are (row, column, channel), the order of the head's output, in both directions.
 """
 
 from __future__ import annotations
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
-from comfy_wan_dist.mesh.shape import LatentGrid
+from comfy_wan_dist.mesh.shape import HEAD_DIM, LatentGrid
 
 from .wan import TokenRun
+
+THETA = 10000.0
+AXIS_DIMS = (HEAD_DIM - 4 * (HEAD_DIM // 6), 2 * (HEAD_DIM // 6), 2 * (HEAD_DIM // 6))
+"""Of a head's features, which are interleaved pairs: those that turn with the frame, the row and the column."""
 
 
 def grid_of(latent: Tensor) -> LatentGrid:
@@ -56,3 +61,23 @@ def token_runs(
         else:
             runs.append(TokenRun(start=first, stop=last, row=row))
     return tuple(runs)
+
+
+def rope_table(grid: LatentGrid, start: int, stop: int, *, device: torch.device) -> Tensor:
+    """Unit complex factors [stop - start, 1, 64] of the tokens with global indices start..stop-1.
+
+    Angles are computed in float64; the table is complex64. Source: Wan2.2 `wan/modules/model.py` (rope_params).
+    """
+    index = torch.arange(start, stop, dtype=torch.int64)
+    positions = (
+        index // grid.tokens_per_frame,
+        index % grid.tokens_per_frame // grid.columns,
+        index % grid.columns,
+    )
+    angles = []
+    for position, axis_dim in zip(positions, AXIS_DIMS, strict=True):
+        exponents = torch.arange(0, axis_dim, 2, dtype=torch.float64) / axis_dim
+        angles.append(torch.outer(position.double(), THETA**-exponents))
+    angle = torch.cat(angles, dim=-1)
+    table = torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+    return table.unsqueeze(1).to(device)

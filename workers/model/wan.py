@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from comfy_wan_dist.mesh.shape import HEAD_DIM, PATCH_POSITIONS, PATCH_SIZE, WanShape
 
-from .rope import apply_rope
-
 EPS = 1e-6
 NO_CONDITIONS: Mapping[str, Tensor] = {}
 
@@ -175,6 +173,12 @@ class CrossAttention(MultiHeadAttention):
 def scale_rms(x: Tensor, mean_square: Tensor, norm: Norm) -> Tensor:
     """x / sqrt(mean_square + eps) * weight in float32. Overwrites x where it is float32 already."""
     return x.float().mul_(torch.rsqrt(mean_square + EPS)).mul_(norm.weight.float())
+
+
+def apply_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Turn the feature pairs of x [B, L, N, K] (float32, contiguous) by table [L, 1, K/2], in place; returns x."""
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(table)
+    return x
 
 
 def split_heads(x: Tensor) -> Tensor:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
-from comfy_wan_dist.ipc.messages import SampleRequest
 from comfy_wan_dist.mesh.choice import fitting_mesh
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import GIB
-from comfy_wan_dist.mesh.memory import RankMemory, load_bytes, rank_memory
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.memory import load_bytes, rank_memory
+from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import PlannedJob
 from workers.parallel.groups import MeshGroups
 
@@ -69,8 +68,7 @@ def validate_memory(
 
 
 def margin_for_both(
-    request: SampleRequest,
-    shapes: Sequence[WanShape],
+    workloads: Sequence[PlannedJob],
     groups: MeshGroups,
     *,
     device: torch.device,
@@ -78,29 +76,13 @@ def margin_for_both(
 ) -> int:
     """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
 
-    shapes: of both, whose files may be quantised differently. weights_there: of the experts' weights, what is on the
-    device already.
+    workloads: the job with each of them, since their files may be quantised differently. weights_there: of the experts'
+    weights, what is on the device already.
     """
-    memories = [planned_memory(request, shape, groups) for shape in shapes]
+    memories = [rank_memory(each, groups.degrees, groups.rank) for each in workloads]
     beside_weights = max(memory.total - memory.weights for memory in memories)
     weights = sum(memory.weights for memory in memories)
     return usable_memory(device) + weights_there - weights - beside_weights
-
-
-def planned_memory(request: SampleRequest, shape: WanShape, groups: MeshGroups) -> RankMemory:
-    """What a job with one model takes on this rank, by the planner's count."""
-    batch, _, frames, height, width = request.noisy.shape
-    job = PlannedJob(
-        shape=shape,
-        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
-        steps=len(request.timesteps),
-        guided=request.uncond is not None,
-        batch=batch,
-        dtype=request.model.dtype,
-        text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
-        text_batch=request.cond.shape[0],
-    )
-    return rank_memory(job, groups.degrees, groups.rank)
 
 
 def validate_host_memory(weights: int, *, local_ranks: int) -> None:

@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from comfy_wan_dist.ipc.messages import ModelSpec, SampleRequest
-from comfy_wan_dist.mesh.memory import weight_bytes
+from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.mesh.memory import rank_memory, weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.workload import PlannedJob
 from comfy_wan_dist.model_file.wan import validate_experts
 from workers.checkpoint.files import ModelFiles
 from workers.job import Job, load_milestone, together
 from workers.parallel.groups import MeshGroups, PlaneGroups
 from workers.parallel.parallelize import ParallelModel
-from workers.sampling.forward import validate_latent
 
-from .fit import margin_for_both, planned_memory, validate_host_memory
+from .fit import margin_for_both, validate_host_memory
 from .loading import ModelLoader
 from .memory import UNLIMITED, Room
 from .slot import ModelSlot
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedModels:
+    """What a job asks of the transformers. workload: the job with a model of a shape; raises ConfigError."""
+
+    model: ModelSpec
+    low_noise: ModelSpec | None
+    workload: Callable[[WanShape], PlannedJob]
 
 
 class Transformers:
@@ -55,16 +65,15 @@ class Transformers:
         self.low_noise.clear()
 
     def have(
-        self, request: SampleRequest, groups: MeshGroups, job: Job
+        self, wanted: WantedModels, groups: MeshGroups, job: Job
     ) -> tuple[ParallelModel, bool]:
         """The job's transformer, and whether it and the low-noise expert take turns on the device.
 
         If they do, that one is offloaded, else it is on the device as well.
         """
-        high, low = request.model, request.low_noise
+        high, low = wanted.model, wanted.low_noise
         if not self.model.holds_base(high) and (
-            self.low_noise.holds_base(high)
-            or (low is not None and self.model.holds_base(low.model))
+            self.low_noise.holds_base(high) or (low is not None and self.model.holds_base(low))
         ):
             self.model, self.low_noise = self.low_noise, self.model
         if low is None:
@@ -79,19 +88,19 @@ class Transformers:
             self.model, self.low_noise = self.low_noise, self.model
             return loaded, False
         # What neither slot needs goes before anything is loaded.
-        for slot, spec in ((self.model, high), (self.low_noise, low.model)):
+        for slot, spec in ((self.model, high), (self.low_noise, low)):
             if slot.held is not None and not slot.holds_base(spec):
                 slot.clear()
                 self._room.release()
-        loads = [self.model.holds(high), self.low_noise.holds(low.model)].count(False)
+        loads = [self.model.holds(high), self.low_noise.holds(low)].count(False)
         last = loads - 1
-        if not self._take_turns(request, low.model, groups, job):
+        if not self._take_turns(wanted, low, groups, job):
             loaded = self._have_model(high, self.model, groups, job, turns=loads)
-            self._have_model(low.model, self.low_noise, groups, job, turn=last, turns=loads)
+            self._have_model(low, self.low_noise, groups, job, turn=last, turns=loads)
             return loaded, False
-        if not self.low_noise.holds(low.model):
+        if not self.low_noise.holds(low):
             together(job, self.model.offload)
-            self._have_model(low.model, self.low_noise, groups, job, turns=loads)
+            self._have_model(low, self.low_noise, groups, job, turns=loads)
         together(job, self.low_noise.offload)
         return self._have_model(high, self.model, groups, job, turn=last, turns=loads), True
 
@@ -104,11 +113,11 @@ class Transformers:
         return self.low_noise.held.loaded
 
     def let_idle_go(
-        self, request: SampleRequest, shape: WanShape, groups: MeshGroups, job: Job
+        self, wanted: WantedModels, shape: WanShape, groups: MeshGroups, job: Job
     ) -> None:
         """Clear what the job does not use, if it would be short of memory else. Collectives: votes."""
-        if request.low_noise is None:
-            memory = planned_memory(request, shape, groups)
+        if wanted.low_noise is None:
+            memory = rank_memory(wanted.workload(shape), groups.degrees, groups.rank)
             need = memory.total - memory.weights
             self._let_go(self.low_noise, lambda: self._room.spare() - need, job)
 
@@ -170,38 +179,35 @@ class Transformers:
             self.low_noise.offload()
 
     def _take_turns(
-        self, request: SampleRequest, low: ModelSpec, groups: MeshGroups, job: Job
+        self, wanted: WantedModels, low: ModelSpec, groups: MeshGroups, job: Job
     ) -> bool:
         """Whether the two experts do not fit on the device together. Collectives: votes. Raises ConfigError."""
 
-        def shapes() -> Sequence[WanShape]:
-            if self.model.holds(request.model) and self.low_noise.holds(low):
+        def workloads() -> Sequence[PlannedJob]:
+            if self.model.holds(wanted.model) and self.low_noise.holds(low):
                 held = (self.model.held, self.low_noise.held)
                 shapes = [each.loaded.model.shape for each in held if each is not None]
             else:
                 known = [
-                    self._loader.recognise(spec, groups.degrees) for spec in (request.model, low)
+                    self._loader.recognise(spec, groups.degrees) for spec in (wanted.model, low)
                 ]
                 validate_experts(*(found.file for found in known))
                 shapes = [found.shape for found in known]
-            validate_latent(job.tensor(request.noisy), shapes[0])
-            return shapes
+            return [wanted.workload(shape) for shape in shapes]
 
-        of_both = together(job, shapes)
+        of_both = together(job, workloads)
         if not self._room.has_host:
             return False
         there = self.model.device_bytes() + self.low_noise.device_bytes()
         margin = together(
             job,
-            lambda: margin_for_both(
-                request, of_both, groups, device=self._room.device, weights_there=there
-            ),
+            lambda: margin_for_both(of_both, groups, device=self._room.device, weights_there=there),
         )
         if job.agree_least(margin) >= 0:
             return False
         weights = sum(
-            weight_bytes(shape, groups.degrees, stage=groups.pp.rank, dtype=request.model.dtype)
-            for shape in of_both
+            weight_bytes(each.shape, groups.degrees, stage=groups.pp.rank, dtype=each.dtype)
+            for each in of_both
         )
         if self.model.held is None or self.low_noise.held is None:  # else one of them waits there
             together(job, lambda: validate_host_memory(weights, local_ranks=self._local_ranks))

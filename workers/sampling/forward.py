@@ -17,16 +17,13 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from comfy_wan_dist.mesh.shape import ConditionKind, LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid, validate_model
-from workers.model.rope import rope_table
-from workers.model.tokens import grid_of, patchify, token_runs, unpatchify
+from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpatchify
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.groups import MeshGroups
 from workers.parallel.stages import MicroBatch, forward_in_stages
-
-from .conditions import validate_conditions, validate_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +89,7 @@ def prepare_forward(
     given: ForwardInputs, shape: WanShape, groups: MeshGroups, device: torch.device
 ) -> RankInputs:
     """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError."""
-    validate_latent(given.latent, shape)
+    validate_latent(given.latent.shape, shape)
     if given.frame_mask is not None and not shape.has_frame_times:
         raise ConfigError(
             "frames are given, but this model has one timestep for all of them; leave out the mask"
@@ -251,16 +248,60 @@ def frame_rows(
     return factors, tuple(rows.tolist())
 
 
-def validate_latent(latent: Tensor, shape: WanShape) -> None:
-    """Refuse a latent that a model of this shape cannot denoise."""
+def validate_latent(size: Sequence[int], shape: WanShape) -> None:
+    """Refuse a latent of a size that a model of this shape cannot denoise."""
     stride = shape.vae_stride
-    if latent.dim() != 5 or latent.shape[1] != shape.out_dim:
+    if len(size) != 5 or size[1] != shape.out_dim:
         raise ConfigError(
-            f"the latent has shape {list(latent.shape)}; this model needs [batch, {shape.out_dim}, frames, "
+            f"the latent has shape {list(size)}; this model needs [batch, {shape.out_dim}, frames, "
             f"height/{stride}, width/{stride}]: use a latent node made for it"
         )
-    if latent.shape[3] % 2 or latent.shape[4] % 2 or 0 in latent.shape:
+    if size[3] % 2 or size[4] % 2 or 0 in size:
         raise ConfigError(
-            f"the latent is {latent.shape[4]} wide and {latent.shape[3]} high; both must be even and above 0: "
+            f"the latent is {size[4]} wide and {size[3]} high; both must be even and above 0: "
             f"choose a video width and height that are multiples of {2 * stride}"
         )
+
+
+def validate_text(context: Tensor, *, text_dim: int, batch: int, label: str) -> None:
+    """Refuse a prompt embedding that does not fit the model or the batch."""
+    if context.dim() != 3 or context.shape[-1] != text_dim or context.shape[0] not in (1, batch):
+        raise ConfigError(
+            f"the {label} conditioning has shape {list(context.shape)}; this model needs [1, tokens, {text_dim}]: "
+            "encode the prompt with the umT5 text encoder of Wan (CLIPLoader type wan)"
+        )
+
+
+def validate_conditions(
+    conditions: Mapping[str, Tensor], shape: WanShape, latent: Tensor, *, label: str
+) -> None:
+    """Refuse conditions that a model of `shape` does not take, lacks, or that do not fit the latent [B, C, T, h, w]."""
+    taken = {kind.name: kind for kind in shape.conditions}
+    for name in {**taken, **conditions}:
+        kind = taken.get(name) or ConditionKind(name=name, channels=0)
+        given = conditions.get(name)
+        if given is None and kind.channels == 0:
+            continue
+        if given is None or not _fits(given, kind, latent):
+            got = "none" if given is None else f"shape {list(given.shape)}"
+            raise ConfigError(
+                f"the {label} {name} conditioning is {got}, this model and latent need {_needed(kind, latent)}; "
+                f"{kind.remedy}"
+            )
+
+
+def _fits(given: Tensor, kind: ConditionKind, latent: Tensor) -> bool:
+    if kind.channels == 0 or given.shape[0] not in (1, latent.shape[0]):
+        return False
+    if kind.on_tokens:
+        return given.shape[1:] == (kind.channels, *latent.shape[2:])
+    return given.dim() == 3 and given.shape[2] == kind.channels
+
+
+def _needed(kind: ConditionKind, latent: Tensor) -> str:
+    if kind.channels == 0:
+        return "none"
+    batch = f"1 or {latent.shape[0]}"
+    if kind.on_tokens:
+        return f"[{batch}, {kind.channels}, {', '.join(map(str, latent.shape[2:]))}]"
+    return f"[{batch}, tokens, {kind.channels}]"
