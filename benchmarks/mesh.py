@@ -20,7 +20,7 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob, bubble
+from comfy_wan_dist.mesh.workload import Workload, bubble
 from comfy_wan_dist.planning.hardware import cpu_device
 from comfy_wan_dist.planning.seconds import predict_seconds
 from devtools.calibration import measure_mesh
@@ -68,7 +68,7 @@ def predicted_row(pool: RankPool, path: Path, mesh: str) -> Row:
     """Planned seconds of a job on a mesh against its run."""
     case = Case(name="video", frames=GRID.frames, height=2 * GRID.rows, width=2 * GRID.columns)
     inputs = case.inputs(SHAPE)
-    job = PlannedJob(
+    job = Workload(
         shape=SHAPE,
         grid=GRID,
         steps=STEPS,
@@ -76,7 +76,7 @@ def predicted_row(pool: RankPool, path: Path, mesh: str) -> Row:
         dtype="float32",
         text_tokens=(inputs.cond.shape[1],) * 2,
     )
-    other = PlannedJob(
+    other = Workload(
         shape=SHAPE,
         grid=OTHER_GRID,
         steps=1,

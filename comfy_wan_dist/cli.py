@@ -21,7 +21,7 @@ from .mesh.devices import parse_devices
 from .mesh.dtypes import COMPUTED
 from .mesh.shape import KNOWN_MODELS, WanShape, video_grid
 from .mesh.validate import validate_grid, validate_model
-from .mesh.workload import PlannedJob
+from .mesh.workload import Workload
 from .model_file.header import read_model_file
 from .model_file.wan import read_wan_file
 from .planning.doctor import diagnose, examine, findings_text, free_host_memory
@@ -112,7 +112,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if not 0 <= options.cfg <= 100:
         raise ConfigError(f"cfg is {options.cfg}; it must be from 0 to 100")
     shape = model_shape(options.model)
-    job = PlannedJob(
+    job = Workload(
         shape=shape,
         grid=video_grid(shape, height=height, width=width, frames=options.frames),
         steps=options.steps,

@@ -18,7 +18,7 @@ from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.flops import rank_flops
 from comfy_wan_dist.mesh.shape import PATCH_POSITIONS
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.planning.hardware import Calibration
 from workers.model.tokens import rope_table
 from workers.model.wan import TokenRun, WanModel
@@ -41,7 +41,7 @@ class MeasuredMesh:
 
 
 def measure_mesh(
-    pool: RankPool, *, mesh: str, spec: ModelSpec, inputs: Inputs, other: PlannedJob, steps: int = 2
+    pool: RankPool, *, mesh: str, spec: ModelSpec, inputs: Inputs, other: Workload, steps: int = 2
 ) -> MeasuredMesh:
     """Runs of `inputs` on a mesh, and a calibration by forwards of `other`, a job of another size."""
     ranks = parse_mesh(mesh)
@@ -61,7 +61,7 @@ def measure_mesh(
 
 
 def measure_rank(
-    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, other: PlannedJob, steps: int
+    rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, other: Workload, steps: int
 ) -> MeasuredMesh:
     """One rank's part of `measure_mesh`; all ranks of the mesh must run it."""
     ranks = dist.get_world_size()
@@ -119,7 +119,7 @@ def _run(rank: int, mesh: str, spec: ModelSpec, inputs: Inputs, steps: int) -> C
     return lambda: runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
 
 
-def _forward(job: PlannedJob) -> Callable[[], object]:
+def _forward(job: Workload) -> Callable[[], object]:
     """A forward of one process, its prompt encoded."""
     model = WanModel(job.shape).eval()
     tokens = torch.randn(1, job.grid.tokens, job.shape.in_dim * PATCH_POSITIONS)

@@ -7,10 +7,10 @@ from collections import Counter
 from comfy_wan_dist.ipc.messages import LedgerLine
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.traffic import transfers
-from comfy_wan_dist.mesh.workload import Counting, PlannedJob
+from comfy_wan_dist.mesh.workload import Counting, Workload
 
 
-def predict_ledger(job: PlannedJob, degrees: MeshDegrees, rank: int) -> tuple[LedgerLine, ...]:
+def predict_ledger(job: Workload, degrees: MeshDegrees, rank: int) -> tuple[LedgerLine, ...]:
     """The ledger of rank `rank` of the job's mesh at the end of the job."""
     calls: Counter[tuple[str, str, str]] = Counter()
     total: Counter[tuple[str, str, str]] = Counter()

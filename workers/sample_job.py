@@ -16,7 +16,7 @@ from comfy_wan_dist.ipc.messages import COND, UNCOND, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.solvers.table import Solver, build_solver, effective_sigmas
 
 from .job import Job, stop_if_asked, together
@@ -83,11 +83,11 @@ def sample(
     job.report("sample", steps, steps)
 
 
-def workload_of(request: SampleRequest, shape: WanShape) -> PlannedJob:
+def workload_of(request: SampleRequest, shape: WanShape) -> Workload:
     """The request in the numbers that decide what it takes with a model of `shape`. Raises ConfigError."""
     validate_latent(request.noisy.shape, shape)
     batch, _, frames, height, width = request.noisy.shape
-    return PlannedJob(
+    return Workload(
         shape=shape,
         grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
         steps=len(request.timesteps),

@@ -16,7 +16,7 @@ from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.shape import LatentGrid
-from ..mesh.workload import PlannedJob
+from ..mesh.workload import Workload
 from ..planning.report import job_text
 from ..solvers.schedules import Schedule
 from .experts import Experts
@@ -88,7 +88,7 @@ def build_pieces(
     cond = session.send(sampling.cond.text)
     uncond = None if sampling.uncond is None else session.send(sampling.uncond.text)
     conditions = _send_conditions(session, sampling, sizes)
-    jobs = [planned_job(sampling, model, grid, batch=size) for size in sizes]
+    jobs = [piece_workload(sampling, model, grid, batch=size) for size in sizes]
     meshes = tuple(
         choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
         for each in jobs
@@ -150,12 +150,12 @@ def _send_shares(session: Session, tensor: Tensor, sizes: Sequence[int]) -> tupl
     return session.send_split(tensor, sizes)
 
 
-def planned_job(
+def piece_workload(
     sampling: Sampling, model: ResolvedModel, grid: LatentGrid, *, batch: int
-) -> PlannedJob:
+) -> Workload:
     """A piece of `batch` samples in the numbers that decide what it costs."""
     cond, uncond = sampling.cond, sampling.uncond
-    return PlannedJob(
+    return Workload(
         shape=model.shape,
         grid=grid,
         steps=len(sampling.schedule.timesteps),

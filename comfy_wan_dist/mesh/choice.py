@@ -20,7 +20,7 @@ from .memory import load_bytes, rank_memory
 from .shape import LatentGrid, WanShape
 from .vae_shape import VAE_STRIDE
 from .validate import allowed_tp, allowed_ulysses
-from .workload import PlannedJob
+from .workload import Workload
 
 LARGE_VIDEO = LatentGrid(frames=31, rows=22, columns=40)
 """704x1280, 121 frames: what TI2V-5B was made for."""
@@ -81,7 +81,7 @@ def choose_mesh(
     ]
     if device_memory is None:
         return max(planes, key=preference)
-    job = PlannedJob(
+    job = Workload(
         shape=shape, grid=grid or large_video(shape), steps=1, guided=guided, dtype=dtype
     )
     planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
@@ -108,12 +108,12 @@ def fitting_mesh(
     return max((mesh for mesh in planes if need(mesh) <= free_bytes), key=preference, default=None)
 
 
-def peak_bytes(job: PlannedJob, mesh: MeshDegrees) -> int:
-    """Of the rank that needs most."""
+def peak_bytes(job: Workload, mesh: MeshDegrees) -> int:
+    """What the rank that needs most takes."""
     return max(rank_memory(job, mesh, rank).total for rank in stage_ranks(mesh))
 
 
-def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | None = None) -> str:
+def explain_mesh(mesh: MeshDegrees, job: Workload, *, device_memory: int | None = None) -> str:
     """Why a mesh is cut as it is, one sentence for each axis."""
     shape = job.shape
     heads = shape.num_heads // mesh.tp
@@ -163,7 +163,7 @@ def explain_mesh(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | Non
 
 
 def choose_job_mesh(
-    plane: MeshDegrees, job: PlannedJob, *, is_auto: bool, device_memory: int | None = None
+    plane: MeshDegrees, job: Workload, *, is_auto: bool, device_memory: int | None = None
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
@@ -201,7 +201,7 @@ def piece_sizes(degrees: MeshDegrees, *, batch: int) -> tuple[int, ...]:
     return tuple(size + (index < rest) for index in range(count))
 
 
-def joint_samples(mesh: MeshDegrees, job: PlannedJob, *, device_memory: int | None = None) -> int:
+def joint_samples(mesh: MeshDegrees, job: Workload, *, device_memory: int | None = None) -> int:
     """How many samples one run on a job's mesh may have when others like the job share it; 0 if none may.
 
     With p stages and m micro-batches a step takes m + p - 1 slots, so each request that joins saves p - 1 of them. With

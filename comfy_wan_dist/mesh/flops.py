@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .degrees import MeshDegrees
-from .workload import Counting, PlannedJob, RankShare, rank_share
+from .workload import Counting, RankShare, Workload, rank_share
 
 VAE_FLOPS_PER_PIXEL = 2e7
 """The decoder's at 121x704x1280, where it takes 2.0e15 in all."""
@@ -50,7 +50,7 @@ class RankFlops:
 
 
 def rank_flops(
-    job: PlannedJob, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
+    job: Workload, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
 ) -> RankFlops:
     """What rank `rank` of the job's mesh computes."""
     share = rank_share(job, degrees, rank)
@@ -65,7 +65,7 @@ def rank_flops(
     )
 
 
-def _block(job: PlannedJob, degrees: MeshDegrees, share: RankShare, text: int) -> BlockFlops:
+def _block(job: Workload, degrees: MeshDegrees, share: RankShare, text: int) -> BlockFlops:
     width = job.shape.dim // degrees.tp
     queries = share.micro_batch * share.shards.cp.size
     # Inside self-attention Ulysses turns fewer tokens into fewer heads of more tokens.
@@ -80,18 +80,18 @@ def _block(job: PlannedJob, degrees: MeshDegrees, share: RankShare, text: int) -
     )
 
 
-def _text_embedding(job: PlannedJob, share: RankShare) -> int:
+def _text_embedding(job: Workload, share: RankShare) -> int:
     tokens = share.text_batch * sum(share.branches)
     return 2 * tokens * (job.shape.text_dim + job.shape.dim) * job.shape.dim
 
 
-def _text_keys_values(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> int:
+def _text_keys_values(job: Workload, degrees: MeshDegrees, share: RankShare) -> int:
     """Keys and values of cross-attention for all branches and blocks of the stage."""
     tokens = share.text_batch * sum(share.branches)
     return share.blocks * tokens * 4 * job.shape.dim * (job.shape.dim // degrees.tp)
 
 
-def _ends(job: PlannedJob, share: RankShare) -> int:
+def _ends(job: Workload, share: RankShare) -> int:
     shape = job.shape
     tokens = share.micro_batch * share.shards.sp.size
     patches = 2 * tokens * shape.in_dim * 4 * shape.dim if share.is_first_stage else 0

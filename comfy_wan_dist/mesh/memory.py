@@ -13,7 +13,7 @@ from .degrees import MeshDegrees
 from .dtypes import BY_NAME, Packing
 from .parameters import BLOCK, OUTER, Parameter, split_name, stage_blocks
 from .shape import HEAD_DIM, PATCH_POSITIONS, WanShape
-from .workload import PlannedJob, RankShare, rank_share
+from .workload import RankShare, Workload, rank_share
 
 WORKING_BYTES = 512 * 2**20
 """Kept free beside the weights for buffers and libraries."""
@@ -50,7 +50,7 @@ class RankMemory:
         return held + self.text + self.state + self.activations + self.working
 
 
-def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
+def rank_memory(job: Workload, degrees: MeshDegrees, rank: int) -> RankMemory:
     """What rank `rank` of the job's mesh holds at its largest moment."""
     share = rank_share(job, degrees, rank)
     dim, tokens = job.shape.dim, share.shards
@@ -68,7 +68,7 @@ def rank_memory(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankMemory:
     )
 
 
-def image_bytes(job: PlannedJob, share: RankShare) -> int:
+def image_bytes(job: Workload, share: RankShare) -> int:
     """Bytes of one token's image conditioning: of each branch, and of latent and image side by side."""
     if not job.shape.image_dim:
         return 0
@@ -176,7 +176,7 @@ def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
     return 3 * max(sizes)
 
 
-def activation_bytes(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> int:
+def activation_bytes(job: Workload, degrees: MeshDegrees, share: RankShare) -> int:
     """The largest live set inside a block, out of the moments that can be the largest.
 
     In units of a token shard at the model's width: `between` the pairs of cut layers (1/tp of it with sp), `whole`

@@ -15,7 +15,7 @@ from .degrees import MeshDegrees
 from .dtypes import BY_NAME
 from .memory import block_bytes, block_packings
 from .shape import HEAD_DIM
-from .workload import Counting, PlannedJob, RankShare, rank_share
+from .workload import Counting, RankShare, Workload, rank_share
 
 STATE = "float32"
 """Dtype of latents, predictions and norm sums, whatever the weights' dtype is."""
@@ -60,7 +60,7 @@ class Transfer:
 
 
 def transfers(
-    job: PlannedJob, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
+    job: Workload, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
 ) -> tuple[Transfer, ...]:
     """Everything that rank `rank` of the job's mesh sends, in the order of a step."""
     share = rank_share(job, degrees, rank)
@@ -81,7 +81,7 @@ def transfers(
 
 
 def _weights(
-    job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
+    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
 ) -> Iterator[Transfer]:
     if not degrees.fsdp:
         return
@@ -113,7 +113,7 @@ def _weights(
 
 
 def _text(
-    job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
+    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
 ) -> Iterator[Transfer]:
     when = When.JOB if counting is Counting.RUN else When.STEP
     for tokens in share.branches:
@@ -129,7 +129,7 @@ def _text(
         )
 
 
-def _pipeline(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
+def _pipeline(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
     tokens = share.micro_batch * share.shards.sp.size
     if not share.is_last_stage:
         yield Transfer(
@@ -155,7 +155,7 @@ def _pipeline(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterat
         )
 
 
-def _context(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
+def _context(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
     calls = share.forwards * share.blocks
     blocks, place = share.ring_blocks(degrees), share.place
     # Of one token inside self-attention: its heads after tp, and after Ulysses as well.
@@ -192,7 +192,7 @@ def _context(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterato
         )
 
 
-def _tensor(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
+def _tensor(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
     calls = share.forwards * share.blocks
     tokens = share.micro_batch * share.shards.cp.size
 
@@ -225,7 +225,7 @@ def _tensor(job: PlannedJob, degrees: MeshDegrees, share: RankShare) -> Iterator
 
 
 def _step_end(
-    job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
+    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
 ) -> Iterator[Transfer]:
     if counting is Counting.LITERATURE:
         yield from _gathers(job, degrees, share, dtype=job.dtype, when=When.STEP)
@@ -247,7 +247,7 @@ def _step_end(
 
 
 def _job_end(
-    job: PlannedJob, degrees: MeshDegrees, share: RankShare, counting: Counting
+    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
 ) -> Iterator[Transfer]:
     if counting is Counting.RUN:
         yield from _gathers(job, degrees, share, dtype=STATE, when=When.JOB)
@@ -267,7 +267,7 @@ def _job_end(
 
 
 def _gathers(
-    job: PlannedJob, degrees: MeshDegrees, share: RankShare, *, dtype: str, when: When
+    job: Workload, degrees: MeshDegrees, share: RankShare, *, dtype: str, when: When
 ) -> Iterator[Transfer]:
     """All tokens on every rank, at the width of a latent's token."""
     item = share.samples.size * job.shape.token_dim * BY_NAME[dtype].bytes

@@ -33,7 +33,7 @@ class Counting(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedJob:
+class Workload:
     """A sampling job.
 
     guided: with a negative prompt. text_tokens: of the prompt and of the negative prompt. text_batch: embeddings per
@@ -94,7 +94,7 @@ class RankShare:
         return tuple(sum(sizes[first : first + width]) for first in range(0, len(sizes), width))
 
 
-def rank_share(job: PlannedJob, degrees: MeshDegrees, rank: int) -> RankShare:
+def rank_share(job: Workload, degrees: MeshDegrees, rank: int) -> RankShare:
     """The share of rank `rank` in the job's own mesh."""
     place = coordinates(degrees, rank)
     samples = shard_range(job.batch, parts=degrees.dp, rank=place["dp"])

@@ -10,7 +10,7 @@ from ..comfyui.devices import cuda_devices
 from ..comfyui.images import image_of
 from ..jobs.handle import ModelHandle
 from ..mesh.shape import TI2V_5B, video_grid
-from ..mesh.workload import PlannedJob
+from ..mesh.workload import Workload
 from ..model_file.header import read_model_file
 from ..model_file.wan import read_wan_file
 from ..planning.chart import draw_plan
@@ -103,7 +103,7 @@ class PlanMesh(io.ComfyNode):
             dtype = dtype if model.dtype == "auto" else model.dtype
         is_here = devices.strip().lower() == HERE
         plan = make_plan(
-            PlannedJob(
+            Workload(
                 shape=shape,
                 grid=video_grid(shape, height=height, width=width, frames=length),
                 steps=steps,

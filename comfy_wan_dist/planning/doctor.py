@@ -20,7 +20,7 @@ from pathlib import Path
 from ..mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
 from ..mesh.devices import GB
 from ..mesh.shape import TI2V_5B
-from ..mesh.workload import PlannedJob
+from ..mesh.workload import Workload
 from .hardware import find_device
 
 MIN_PYTHON = (3, 10)
@@ -355,7 +355,7 @@ def _check_choice(machine: Machine) -> list[Finding]:
     if not machine.gpus:
         return [_ok("auto would choose: single, on the CPU.")]
     free = min(gpu.free for gpu in machine.gpus)
-    job = PlannedJob(shape=TI2V_5B, grid=LARGE_VIDEO, steps=1, guided=True)
+    job = Workload(shape=TI2V_5B, grid=LARGE_VIDEO, steps=1, guided=True)
     mesh = choose_mesh(TI2V_5B, device_count=len(machine.gpus), guided=True, device_memory=free)
     found = [
         _ok(

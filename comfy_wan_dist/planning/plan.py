@@ -13,7 +13,7 @@ from ..mesh.layout import stage_ranks
 from ..mesh.memory import RankMemory, rank_memory
 from ..mesh.traffic import When, transfers
 from ..mesh.validate import validate_grid
-from ..mesh.workload import PlannedJob
+from ..mesh.workload import Workload
 from .hardware import DevicePool
 from .seconds import PredictedSeconds, predict_seconds
 
@@ -53,7 +53,7 @@ class Plan:
     auto: the mesh of this job on a group whose mesh is `auto`.
     """
 
-    job: PlannedJob
+    job: Workload
     pool: DevicePool
     options: tuple[MeshOption, ...]
     latency: Choice | None
@@ -61,7 +61,7 @@ class Plan:
     auto: Choice
 
 
-def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
+def make_plan(job: Workload, pool: DevicePool) -> Plan:
     """Plan for the pool's devices as if all were its weakest. Raises ConfigError for a pool without devices."""
     if not pool.devices:
         raise ConfigError("no GPU is here to plan for; name some, such as 8xH100-SXM")
@@ -93,7 +93,7 @@ def make_plan(job: PlannedJob, pool: DevicePool) -> Plan:
     )
 
 
-def weigh_meshes(job: PlannedJob, pool: DevicePool) -> Iterator[MeshOption]:
+def weigh_meshes(job: Workload, pool: DevicePool) -> Iterator[MeshOption]:
     """All candidates; those that do not fit also with fsdp."""
     for mesh in candidates(job, pool.count):
         option = weigh_mesh(job, mesh, pool)
@@ -102,7 +102,7 @@ def weigh_meshes(job: PlannedJob, pool: DevicePool) -> Iterator[MeshOption]:
             yield weigh_mesh(job, replace(mesh, fsdp=True), pool)
 
 
-def candidates(job: PlannedJob, device_count: int) -> Iterator[MeshDegrees]:
+def candidates(job: Workload, device_count: int) -> Iterator[MeshDegrees]:
     """Meshes worth weighing: planes of any size, alone, in as many copies as there are devices for, or one for each
     sample of the batch; with tp also with sp."""
     planes: set[MeshDegrees] = set()
@@ -124,7 +124,7 @@ def candidates(job: PlannedJob, device_count: int) -> Iterator[MeshDegrees]:
                 yield mesh
 
 
-def weigh_mesh(job: PlannedJob, mesh: MeshDegrees, pool: DevicePool) -> MeshOption:
+def weigh_mesh(job: Workload, mesh: MeshDegrees, pool: DevicePool) -> MeshOption:
     """What the job costs on a mesh. With more planes than samples each plane has a job of its own."""
     device = pool.weakest
     shares_batch = mesh.dp <= job.batch
@@ -148,7 +148,7 @@ def weigh_mesh(job: PlannedJob, mesh: MeshDegrees, pool: DevicePool) -> MeshOpti
 
 
 def _fastest(
-    job: PlannedJob, pool: DevicePool, options: list[MeshOption], auto: MeshOption
+    job: Workload, pool: DevicePool, options: list[MeshOption], auto: MeshOption
 ) -> Choice | None:
     fitting = [option for option in options if option.fits and option.mesh.dp <= job.batch]
     if not fitting:
@@ -163,7 +163,7 @@ def _fastest(
     return Choice(option=chosen, reason=gain + _explain(job, pool, chosen))
 
 
-def _busiest(job: PlannedJob, pool: DevicePool, options: list[MeshOption]) -> Choice | None:
+def _busiest(job: Workload, pool: DevicePool, options: list[MeshOption]) -> Choice | None:
     fitting = [option for option in options if option.fits]
     if not fitting:
         return None
@@ -177,5 +177,5 @@ def _busiest(job: PlannedJob, pool: DevicePool, options: list[MeshOption]) -> Ch
     )
 
 
-def _explain(job: PlannedJob, pool: DevicePool, option: MeshOption) -> str:
+def _explain(job: Workload, pool: DevicePool, option: MeshOption) -> str:
     return explain_mesh(option.mesh, job, device_memory=pool.weakest.memory)

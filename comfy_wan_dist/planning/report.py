@@ -12,12 +12,12 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.devices import GB, GIB, MIB
 from ..mesh.traffic import transfers
 from ..mesh.vae_shape import pixel_frames
-from ..mesh.workload import Counting, PlannedJob
+from ..mesh.workload import Counting, Workload
 from .hardware import Device
 from .plan import Choice, MeshOption, Plan
 
 ROWS = 12
-"""Of the plan's table; the meshes that it names are always among them."""
+"""Most rows of the plan's table; the meshes that it names are always among them."""
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -156,7 +156,7 @@ def option_values(option: MeshOption) -> dict[str, Any]:
     }
 
 
-def transfers_text(job: PlannedJob, mesh: MeshDegrees, rank: int) -> str:
+def transfers_text(job: Workload, mesh: MeshDegrees, rank: int) -> str:
     """Every collective of one rank, as this project runs it and as papers count it."""
     parts = []
     for counting, label in (

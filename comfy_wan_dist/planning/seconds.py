@@ -14,7 +14,7 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.layout import stage_ranks
 from ..mesh.traffic import When, transfers
-from ..mesh.workload import PlannedJob, bubble, rank_share
+from ..mesh.workload import Workload, bubble, rank_share
 from .hardware import Calibration, Device
 
 HIDDEN = 0.5
@@ -44,7 +44,7 @@ class PredictedSeconds:
         return self.steps * self.step + self.once
 
 
-def predict_seconds(job: PlannedJob, degrees: MeshDegrees, device: Device) -> PredictedSeconds:
+def predict_seconds(job: Workload, degrees: MeshDegrees, device: Device) -> PredictedSeconds:
     """What a job takes on a mesh of such devices."""
     can = device.performance(job.dtype)
     stages = [_stage(job, degrees, rank, can) for rank in stage_ranks(degrees)]
@@ -72,7 +72,7 @@ class _Stage:
         return self.compute + self.exchange
 
 
-def _stage(job: PlannedJob, degrees: MeshDegrees, rank: int, can: Calibration) -> _Stage:
+def _stage(job: Workload, degrees: MeshDegrees, rank: int, can: Calibration) -> _Stage:
     flops = rank_flops(job, degrees, rank)
     exchange = beside = weights = once = 0.0
     for transfer in transfers(job, degrees, rank):
@@ -96,7 +96,7 @@ def _stage(job: PlannedJob, degrees: MeshDegrees, rank: int, can: Calibration) -
     )
 
 
-def _merge_bytes(job: PlannedJob, degrees: MeshDegrees, rank: int) -> int:
+def _merge_bytes(job: Workload, degrees: MeshDegrees, rank: int) -> int:
     """Passed through memory in a step to merge the parts that a ring gives."""
     share = rank_share(job, degrees, rank)
     queries = share.micro_batch * share.ring_blocks(degrees)[share.place["ring"]]

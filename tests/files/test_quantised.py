@@ -30,7 +30,7 @@ from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import UNPACKING_BYTES, rank_memory, unpacked_bytes, weight_bytes
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import WanFile, read_wan_file
 from devtools.checkpoints import transformer_weights
@@ -301,7 +301,7 @@ def test_planned_gathers_of_packed_blocks_are_the_counted_ones(
     path, degrees = forms["mixed"].path, mesh_degrees("ulysses2-fsdp")
     spec = model_spec(path, dtype=dtype)
     ranks = rank_pool.run(2, sample_rank, "ulysses2-fsdp", spec, CASE.inputs(SHAPE), SCHEDULE)
-    job = PlannedJob(
+    job = Workload(
         shape=recognise(path).shape,
         grid=LatentGrid(frames=2, rows=2, columns=2),
         steps=2,
@@ -333,7 +333,7 @@ def test_a_plan_for_a_file_counts_its_bytes(forms: Mapping[str, Form]) -> None:
     weights = {}
     for form in ("F32", "Q4_K"):
         shape = model_shape(str(forms[form].path))
-        job = PlannedJob(
+        job = Workload(
             shape=shape, grid=LatentGrid(frames=2, rows=2, columns=2), steps=1, guided=True
         )
         weights[form] = rank_memory(job, mesh_degrees("single"), 0).weights

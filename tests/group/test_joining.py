@@ -60,7 +60,7 @@ from comfy_wan_dist.mesh.choice import joint_samples, peak_bytes
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 
 STEPS = 4
 STEP_S = 0.03
@@ -428,8 +428,8 @@ WAN = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)
 GRID = LatentGrid(frames=31, rows=22, columns=40)
 
 
-def planned(batch: int) -> PlannedJob:
-    return PlannedJob(shape=WAN, grid=GRID, steps=1, guided=True, batch=batch, text_batch=batch)
+def planned(batch: int) -> Workload:
+    return Workload(shape=WAN, grid=GRID, steps=1, guided=True, batch=batch, text_batch=batch)
 
 
 def test_runs_are_shared_up_to_a_sample_for_each_stage() -> None:

@@ -40,7 +40,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.flops import rank_flops, vae_flops
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 
 TICK_S = 0.01
 Behaviour = Callable[[LaunchSpec, str], Exception | None]
@@ -446,7 +446,7 @@ def test_cost_of_a_job_grows_as_its_work_does() -> None:
     grid = LatentGrid(frames=31, rows=22, columns=40)
 
     def cost(grid: LatentGrid = grid, steps: int = 50, branches: int = 2, batch: int = 1) -> float:
-        job = PlannedJob(shape=shape, grid=grid, steps=steps, guided=branches == 2, batch=batch)
+        job = Workload(shape=shape, grid=grid, steps=steps, guided=branches == 2, batch=batch)
         return rank_flops(job, MeshDegrees(), 0).job(steps)
 
     # The text is done once in a job.

@@ -17,7 +17,7 @@ from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import block_bytes, rank_memory, weight_bytes
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape, video_grid
 from comfy_wan_dist.mesh.validate import validate_model
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.planning.chart import WIDTH, draw_plan
 from comfy_wan_dist.planning.hardware import (
     DEVICES,
@@ -41,8 +41,8 @@ GRID = video_grid(TI2V_5B, height=704, width=1280, frames=121)
 
 def job(
     *, guided: bool = True, batch: int = 1, dtype: str = "bfloat16", shape: WanShape = TI2V_5B
-) -> PlannedJob:
-    return PlannedJob(shape=shape, grid=GRID, steps=50, guided=guided, batch=batch, dtype=dtype)
+) -> Workload:
+    return Workload(shape=shape, grid=GRID, steps=50, guided=guided, batch=batch, dtype=dtype)
 
 
 def plan(devices: str, *, guided: bool = True, batch: int = 1, dtype: str = "bfloat16") -> Plan:

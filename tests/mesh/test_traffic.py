@@ -21,7 +21,7 @@ from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.traffic import Transfer, transfers
-from comfy_wan_dist.mesh.workload import Counting, PlannedJob, bubble
+from comfy_wan_dist.mesh.workload import Counting, Workload, bubble
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.ledgers import predict_ledger
 from devtools.mesh_runs import (
@@ -64,8 +64,8 @@ class Run:
             uncond=torch.randn(texts, 24, TINY_TRANSFORMER.text_dim) if self.guided else None,
         )
 
-    def planned(self, dtype: str) -> PlannedJob:
-        return PlannedJob(
+    def planned(self, dtype: str) -> Workload:
+        return Workload(
             shape=TINY_TRANSFORMER,
             grid=LatentGrid(frames=self.frames, rows=self.rows, columns=self.columns),
             steps=len(SIGMAS) - 1,
@@ -161,9 +161,9 @@ def test_planned_ledger_equals_the_counted_one(
 # ---- the numbers that papers give
 
 
-def video(*, guided: bool = False) -> PlannedJob:
+def video(*, guided: bool = False) -> Workload:
     """TI2V-5B, 704x1280, 121 frames, 50 steps, bfloat16: 27280 tokens of 3072."""
-    return PlannedJob(
+    return Workload(
         shape=TI2V_5B, grid=LatentGrid(frames=31, rows=22, columns=40), steps=50, guided=guided
     )
 
@@ -384,7 +384,7 @@ def test_planned_activations_are_what_a_rank_holds(
     held = rank_pool.run(
         degrees.world_size, peak_of_blocks, mesh, model_spec(path, dtype=dtype), inputs, schedule
     )
-    job = PlannedJob(
+    job = Workload(
         shape=WIDE,
         grid=LatentGrid(frames=4, rows=10, columns=10),
         steps=1,

@@ -27,7 +27,7 @@ from comfy_wan_dist.jobs.handle import ModelHandle, ResolvedModel, resolve_model
 from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
@@ -118,7 +118,7 @@ def test_mesh_matches_single_process(
     size = mesh_degrees(mesh).world_size
     ranks = rank_pool.run(size, sample_rank, mesh, *kind_run(models, kind))
     assert relative_error(ranks[0][0], expected) <= MESH_LIMIT
-    planned = PlannedJob(
+    planned = Workload(
         shape=shape,
         grid=grid_of(expected),
         steps=len(SIGMAS) - 1,

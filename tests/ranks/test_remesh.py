@@ -19,7 +19,7 @@ from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.choice import choose_job_mesh, choose_mesh
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.shape import LatentGrid
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import (
     RUN_LIMIT,
@@ -64,7 +64,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def job_mesh(plane: MeshDegrees, case: Case, *, guided: bool) -> str:
-    job = PlannedJob(
+    job = Workload(
         shape=TINY_TRANSFORMER,
         grid=LatentGrid(frames=case.frames, rows=case.height // 2, columns=case.width // 2),
         steps=1,

@@ -15,7 +15,7 @@ from .wan import TokenRun
 
 THETA = 10000.0
 AXIS_DIMS = (HEAD_DIM - 4 * (HEAD_DIM // 6), 2 * (HEAD_DIM // 6), 2 * (HEAD_DIM // 6))
-"""Of a head's features, which are interleaved pairs: those that turn with the frame, the row and the column."""
+"""How many of a head's features, which are interleaved pairs, turn with the frame, the row and the column."""
 
 
 def grid_of(latent: Tensor) -> LatentGrid:

@@ -56,7 +56,7 @@ class TextKeysValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEmbedding:
-    """Of R timestep rows, float32: what is added to the head's modulation [B, R, D], and to a block's [B, R, 6, D]."""
+    """R timestep rows, float32: what is added to the head's modulation [B, R, D], and to a block's [B, R, 6, D]."""
 
     head: Tensor
     blocks: Tensor
@@ -253,7 +253,7 @@ class WanModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the residual and of the matrix products."""
+        """Type of the residual and of the matrix products."""
         # Of a bias: a weight may be kept in another form.
         return cast(nn.Linear, self.text_embedding[0]).bias.dtype
 

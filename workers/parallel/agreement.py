@@ -22,7 +22,7 @@ import torch.distributed as dist
 from comfy_wan_dist.ipc.errors import CONFIG_ERRORS, JobCancelled, RemoteError
 
 REPORT_BYTES = 32 * 2**10
-"""Of one failure report: class name, message and traceback, each UTF-8 and cut to fit."""
+"""Bytes of one failure report: class name, message and traceback, each UTF-8 and cut to fit."""
 
 _LENGTHS = struct.Struct("<3H")
 _NAME_BYTES, _MESSAGE_BYTES = 128, 8 * 2**10

@@ -44,7 +44,7 @@ class JobBuffers(Protocol):
 def build_buffers(
     *, rank: int, head_ranks: int, world_size: int, agreement: Agreement
 ) -> JobBuffers:
-    """Of a plane whose first `head_ranks` ranks are on ComfyUI's machine.
+    """Buffers for a plane whose first `head_ranks` ranks are on ComfyUI's machine.
 
     Collectives: with several machines one `new_group`, which all ranks make.
     """

@@ -12,7 +12,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import GIB
 from comfy_wan_dist.mesh.memory import load_bytes, rank_memory
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from workers.parallel.groups import MeshGroups
 
 from .memory import CAUTION, free_memory, usable_memory
@@ -68,7 +68,7 @@ def validate_memory(
 
 
 def margin_for_both(
-    workloads: Sequence[PlannedJob],
+    workloads: Sequence[Workload],
     groups: MeshGroups,
     *,
     device: torch.device,

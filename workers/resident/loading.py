@@ -99,7 +99,7 @@ class ModelLoader:
     def change_loras(
         self, held: HeldModel, found: FoundModel, groups: MeshGroups, report: Milestone, job: Job
     ) -> tuple[HeldModel, int]:
-        """`held` with the LoRAs of `found` in place of its own, and the bytes read. An error leaves it half changed.
+        """`held` with the LoRAs of `found` in place of its own, and the bytes read. An error leaves it changed in part.
 
         Collectives: a vote, and those of `merge_changes`.
         """

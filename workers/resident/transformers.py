@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.memory import rank_memory, weight_bytes
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.mesh.workload import PlannedJob
+from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.model_file.wan import validate_experts
 from workers.checkpoint.files import ModelFiles
 from workers.job import Job, load_milestone, together
@@ -35,7 +35,7 @@ class WantedModels:
 
     model: ModelSpec
     low_noise: ModelSpec | None
-    workload: Callable[[WanShape], PlannedJob]
+    workload: Callable[[WanShape], Workload]
 
 
 class Transformers:
@@ -183,7 +183,7 @@ class Transformers:
     ) -> bool:
         """Whether the two experts do not fit on the device together. Collectives: votes. Raises ConfigError."""
 
-        def workloads() -> Sequence[PlannedJob]:
+        def workloads() -> Sequence[Workload]:
             if self.model.holds(wanted.model) and self.low_noise.holds(low):
                 held = (self.model.held, self.low_noise.held)
                 shapes = [each.loaded.model.shape for each in held if each is not None]
@@ -235,7 +235,7 @@ class Transformers:
         report = load_milestone(job, turn=turn, turns=turns)
         if slot.held is not None and slot.differs_in_loras(spec, found.shape):
             self._bring_back(slot, job)
-            # The slot is empty meanwhile: a model that is half changed must not be found there.
+            # The slot is empty meanwhile: a model that is changed in part must not be found there.
             held, slot.held = slot.held, None
             slot.held, bytes_read = self._loader.change_loras(held, found, groups, report, job)
         else:
