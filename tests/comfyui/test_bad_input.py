@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(240)
 MESH, DEVICES = "cfg2-ulysses2", "cpu:4"
 # Nodes that read files' headers in ComfyUI's own process; the group learns nothing of what they refuse.
 NOT_ASKING = {"model", "lora", "positive"}
-TINY = {"dim": 512, "ffn_dim": 1024, "num_layers": 1, "in_dim": 48, "out_dim": 48}
+TINY: dict[str, Any] = {"dim": 512, "ffn_dim": 1024, "num_layers": 1, "in_dim": 48, "out_dim": 48}
 
 
 @pytest.fixture(scope="module")

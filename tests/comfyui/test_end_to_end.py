@@ -584,7 +584,8 @@ def test_interrupt_ends_sampling_within_a_step_and_the_group_goes_on(
 def test_interrupt_ends_a_decode_of_121_frames_within_a_chunk_and_the_group_goes_on(
     server: ComfyServer, seed: int
 ) -> None:
-    chunks, size = 31, {"width": 256, "height": 256}
+    chunks = 31
+    size: dict[str, Any] = {"width": 256, "height": 256}
     run = BackgroundRun(server, image_to_video(seed=seed, steps=1, length=121, **size))
     run.wait_for_steps(chunks // 2, maximum=chunks, node="decode")
     group = group_of(server)

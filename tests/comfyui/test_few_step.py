@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import graphs
 import pytest
@@ -85,7 +86,7 @@ def test_noise_of_each_step_is_the_same_on_every_mesh(rank_pool: RankPool, tmp_p
 
 # ---- with a real ComfyUI
 
-SAMPLINGS = (
+SAMPLINGS: tuple[tuple[str, float, dict[str, Any], str | None], ...] = (
     # sampler, cfg, sigmas by which node, what ours is set to instead of them
     ("lcm", 1.0, {"values": "1,0.75,0.5,0.25,0"}, TURBO),
     ("lcm", 1.0, {"values": "1,0.756757,0.521739,0"}, None),
@@ -126,8 +127,10 @@ def test_sigmas_and_presets_equal_stock_sampler_custom(comfy: ComfyServer, seed:
             graph[f"save {kind} {index}"] = graphs.save_latent(f"{kind} {index}")
     result = succeed(comfy, graph)
     for index, sampling in enumerate(SAMPLINGS):
-        own, stock = (latent_of(comfy, result, f"save {kind} {index}") for kind in ("own", "stock"))
-        assert relative_error(own, stock) <= STOCK_LIMIT, sampling
+        ours, theirs = (
+            latent_of(comfy, result, f"save {kind} {index}") for kind in ("own", "stock")
+        )
+        assert relative_error(ours, theirs) <= STOCK_LIMIT, sampling
 
 
 def test_report_says_what_a_preset_overrides(comfy: ComfyServer, seed: int) -> None:

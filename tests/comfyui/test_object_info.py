@@ -1,7 +1,8 @@
-"""What ComfyUI tells of this pack's nodes stays as saved workflows know it: object_info.json has it, but for file lists.
+"""What ComfyUI tells of this pack's nodes stays as saved workflows know it: object_info.json has it.
 
-A deliberate change of a node is written anew: `python tests/comfyui/test_object_info.py URL > tests/comfyui/object_info.json`
-with the address of a ComfyUI that has the pack.
+A deliberate change of a node is written anew, with the address of a ComfyUI that has the pack:
+
+    python tests/comfyui/test_object_info.py URL > tests/comfyui/object_info.json
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.names import PREFIXES
-from devtools.checkpoints import TINY_VAE, transformer_weights, write_shards
+from devtools.checkpoints import TINY_TRANSFORMER, TINY_VAE, transformer_weights, write_shards
 from devtools.comfy_server import ComfyServer
 from devtools.mesh_runs import mesh_degrees
 from devtools.quantised import write_gguf
@@ -118,7 +118,7 @@ def server(comfy: ComfyServer) -> ComfyServer:
     if not pipeline.exists():
         (models / "official").mkdir()
         write_shards(models / "official", weights, parts=3)
-        transformer = build_diffusers_transformer(graphs.TINY_TRANSFORMER, weights)
+        transformer = build_diffusers_transformer(TINY_TRANSFORMER, weights)
         write_pipeline(pipeline, transformer, build_diffusers_vae(TINY_VAE, vae_weights))
         shutil.copytree(pipeline / "vae", vaes / "tiny")
     return comfy
@@ -147,7 +147,7 @@ def test_folders_are_listed_in_place_of_their_files(server: ComfyServer) -> None
 def test_folders_give_the_same_video_as_the_file(server: ComfyServer) -> None:
     seed = zlib.crc32(b"forms")
 
-    def video(model: str, encoder: str, decoder: str) -> dict[str, Tensor]:
+    def video(model: str, encoder: str, decoder: str) -> dict[str, dict[str, Tensor]]:
         graph = image_to_video(seed=seed, steps=1, model=model)
         graph["latent"]["inputs"]["vae_name"] = encoder
         graph["decode"]["inputs"]["vae_name"] = decoder

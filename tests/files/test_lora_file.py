@@ -23,7 +23,8 @@ from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
 from comfy_wan_dist.jobs.handle import ModelHandle
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
-from comfy_wan_dist.model_file.header import TensorEntry, content_of, read_model_file
+from comfy_wan_dist.model_file.encoding import TensorEntry
+from comfy_wan_dist.model_file.header import content_of, read_model_file
 from comfy_wan_dist.model_file.lora import LoraFile, parse_lora, read_lora
 from comfy_wan_dist.model_file.lora_names import Part, Role, read_key
 from comfy_wan_dist.model_file.lora_patch import extent

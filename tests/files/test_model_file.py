@@ -23,11 +23,11 @@ from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.dtypes import BY_CODE
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import KNOWN_MODELS, WanShape
+from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.files import COMPONENT_FILE
 from comfy_wan_dist.model_file.header import (
     MAX_HEADER_BYTES,
     ModelFile,
-    TensorEntry,
     content_of,
     read_model_file,
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -102,8 +103,11 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         add(
             str(dtype).removeprefix("torch."),
             ".safetensors",
-            lambda path, dtype=dtype: write_fp8(
-                path, weights, dtype, only_matrices=dtype is torch.float8_e5m2
+            partial(
+                write_fp8,
+                weights=weights,
+                dtype=dtype,
+                only_matrices=dtype is torch.float8_e5m2,
             ),
             matrices,
         )
@@ -112,16 +116,14 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         add(
             f"scaled-{form.name}",
             ".safetensors",
-            lambda path, form=form, prefix=prefix: write_scaled_fp8(
-                path, weights, form, prefix=prefix
-            ),
+            partial(write_scaled_fp8, weights=weights, form=form, prefix=prefix),
             matrices,
         )
     for kind in (*WRITABLE, *RANDOM):
         add(
             kind,
             ".gguf",
-            lambda path, kind=kind: write_gguf(path, weights, (kind,)),
+            partial(write_gguf, weights=weights, types=(kind,)),
             matrices if kind in BLOCKS else 0,
         )
     mixed = ("Q4_K", "Q6_K", "Q5_K", "BF16", "Q8_0")
@@ -409,9 +411,10 @@ def refusal(action: Callable[[], object]) -> str:
 def test_scale_that_no_weight_can_have_is_refused_and_the_group_lives(
     value: float, tmp_path: Path, rank_pool: RankPool
 ) -> None:
+    scale = f"{LAYER}.scale_weight"
     path = scaled(
         tmp_path / "m.safetensors",
-        lambda tensors: tensors[f"{LAYER}.scale_weight"].fill_(value),
+        lambda tensors: tensors.update({scale: torch.full_like(tensors[scale], value)}),
         ScaledForm.OLD,
     )
     errors = rank_pool.run(

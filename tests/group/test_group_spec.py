@@ -193,6 +193,7 @@ def test_listener_admits_a_child_of_the_launcher_with_the_token(door: Listener) 
     client.send(hello(door), timeout_s=1)
     admitted = door.accept(launcher_pid=os.getppid())
     assert admitted is not None
+    assert admitted.process is not None
     assert (admitted.rank, admitted.process.pid) == (1, os.getpid())
     admitted.channel.close()
     admitted.process.close()

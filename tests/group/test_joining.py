@@ -774,7 +774,7 @@ def test_refused_run_is_done_one_by_one(
 def test_one_that_was_refused_alone_still_has_its_retry(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
-    errors = {"a+b": [ConfigError("no")], "a": [WorkerDied("gone")]}
+    errors: dict[str, list[Exception]] = {"a+b": [ConfigError("no")], "a": [WorkerDied("gone")]}
     fake.behaviour = lambda spec, id: errors[id].pop() if errors.get(id) else None
     outcomes = together(SamplerNode(scheduler, "a"), SamplerNode(scheduler, "b"))
     assert [outcome.requests for outcome in outcomes] == [1, 1]

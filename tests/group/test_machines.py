@@ -74,6 +74,7 @@ from comfy_wan_dist.ipc.messages import (
     Progress,
     Refuse,
     tensor_refs,
+    with_tensor_refs,
 )
 from comfy_wan_dist.ipc.tcp import Address, parse_address
 from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
@@ -695,7 +696,8 @@ def run_sample(
     with group.parcel() as parcel:
         refs = [*parcel.pack(tensors[:-1]), parcel.reserve(tensors[-1].shape, torch.float32)]
         named = {name: refs[ref.buffer] for name, ref in tensor_refs(request).items()}
-        answers = group.run_blocking(replace(request, **named), parcel.fds, on_progress=on_progress)
+        sent = with_tensor_refs(request, named)
+        answers = group.run_blocking(sent, parcel.fds, on_progress=on_progress)
         return parcel.tensor(named["result"]), [answer.bytes_read for answer in answers]
 
 

@@ -271,7 +271,7 @@ def test_second_loss_is_raised_and_harms_no_other_node(
 ) -> None:
     fake.behaviour = lambda spec, id: WorkerDied("always") if id.startswith("bad") else None
 
-    async def main() -> list[Any]:
+    async def main() -> Sequence[Any]:
         return await asyncio.gather(
             scheduler.run(planes(), [piece("bad", 2)], caller=Caller()),
             scheduler.run(planes(), pieces(5, 5, 5), caller=Caller()),

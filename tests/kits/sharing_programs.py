@@ -109,7 +109,8 @@ def load_with_trouble(
     """
     runner, agreement = build_local_runner(rank, mesh)
     request, tensors = build_request(spec, inputs, schedule, mesh=mesh)
-    job, fault = LocalJob(tensors, agreement), nullcontext()
+    job = LocalJob(tensors, agreement)
+    fault: AbstractContextManager[Any] = nullcontext()
     if rank == troubled and trouble == "stop":
         job = TroubledJob(tensors, agreement)
     elif rank == troubled:

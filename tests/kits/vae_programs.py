@@ -24,6 +24,7 @@ from devtools.vae_runs import build_decode, build_encode
 from workers.job import JobStats
 from workers.parallel.collectives import AxisGroup, Exchange
 from workers.parallel.vae import share as vae_share
+from workers.parallel.vae import spatial
 from workers.parallel.vae.spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae.temporal import RelayedHistory
 from workers.resident import memory as room
@@ -71,7 +72,7 @@ def attention_not_gathered() -> AbstractContextManager[Any]:
 
 def _after_split(is_meant: Callable[[str, nn.Module], bool]) -> AbstractContextManager[Any]:
     """Modules that `is_meant` picks see nothing of other ranks."""
-    original = vae_share.apply_spatial_split
+    original = spatial.apply_spatial_split
 
     def apply(vae: WanVAE, space: AxisGroup, **options: Any) -> None:
         original(vae, space, **options)

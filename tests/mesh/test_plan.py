@@ -13,6 +13,7 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import Done, LedgerLine
 from comfy_wan_dist.mesh.choice import choose_job_mesh, choose_mesh, explain_mesh, peak_bytes
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+from comfy_wan_dist.mesh.devices import GB
 from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import block_bytes, rank_memory, weight_bytes
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape, video_grid
@@ -21,7 +22,6 @@ from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.planning.chart import WIDTH, draw_plan
 from comfy_wan_dist.planning.hardware import (
     DEVICES,
-    GB,
     Calibration,
     DevicePool,
     cpu_device,
@@ -306,8 +306,8 @@ def test_pipeline_waits_for_its_bubble() -> None:
 
 def test_ring_hides_a_part_of_its_transfers() -> None:
     ring, ulysses = (
-        predict_seconds(job(), MeshDegrees(**{axis: 2}), device(memory=1e30).weakest)
-        for axis in ("ring", "ulysses")
+        predict_seconds(job(), mesh, device(memory=1e30).weakest)
+        for mesh in (MeshDegrees(ring=2), MeshDegrees(ulysses=2))
     )
     # At degree 2 both send the same.
     assert ring.exchange == pytest.approx(ulysses.exchange / 2, rel=1e-3)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from vae_programs import build_decode
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import ModelSpec, VAESpec
@@ -34,7 +33,7 @@ from devtools.mesh_runs import (
     model_spec,
 )
 from devtools.rank_pool import RankPool
-from devtools.vae_runs import vae_spec
+from devtools.vae_runs import build_decode, vae_spec
 from workers.resident import memory as room
 from workers.resident.slot import HeldModel, ModelSlot
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def diffusers_vae(tiny_vae: WanVAE) -> nn.Module:
 
 @pytest.mark.parametrize("shape", LATENT_SHAPES)
 def test_decode_matches_diffusers(
-    shape: tuple[int, ...], tiny_vae: WanVAE, diffusers_vae: nn.Module
+    shape: tuple[int, ...], tiny_vae: WanVAE, diffusers_vae: Any
 ) -> None:
     z = random_latent(shape, TINY.z_dim)
     expected = diffusers_vae.decode(z).sample
@@ -133,7 +134,7 @@ def test_decode_matches_diffusers(
 
 @pytest.mark.parametrize("shape", PIXEL_SHAPES)
 def test_encode_matches_diffusers(
-    shape: tuple[int, ...], tiny_vae: WanVAE, diffusers_vae: nn.Module
+    shape: tuple[int, ...], tiny_vae: WanVAE, diffusers_vae: Any
 ) -> None:
     pixels = random_pixels(shape)
     expected = diffusers_vae.encode(pixels).latent_dist.mode()
@@ -153,7 +154,7 @@ def test_other_sizes_match_diffusers() -> None:
 
 
 def test_16_bit_errors_are_not_larger_than_those_of_diffusers(
-    tiny_vae: WanVAE, diffusers_vae: nn.Module
+    tiny_vae: WanVAE, diffusers_vae: Any
 ) -> None:
     z, pixels = random_latent((1, 2, 3, 5), TINY.z_dim), random_pixels((1, 5, 48, 80))
     exact_decode, exact_encode = decode(tiny_vae, z), encode(tiny_vae, pixels)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -398,7 +399,7 @@ PLENTY = 2**30
 
 
 def run_turns(
-    rank_pool: RankPool, mesh: str, model: ModelSpec, vae: VAESpec, *turns: Turn, **options: int
+    rank_pool: RankPool, mesh: str, model: ModelSpec, vae: VAESpec, *turns: Turn, **options: Any
 ) -> list[list[TurnEnd]]:
     """For each turn how it ended on each rank."""
     answers = rank_pool.run(
