@@ -19,6 +19,7 @@ from .ipc.tcp import parse_address
 from .mesh.degrees import parse_mesh
 from .mesh.devices import parse_devices
 from .mesh.dtypes import COMPUTED
+from .mesh.report import transfers_text
 from .mesh.shape import KNOWN_MODELS, WanShape, video_grid
 from .mesh.validate import validate_grid, validate_model
 from .mesh.workload import Workload
@@ -27,7 +28,7 @@ from .model_file.wan import read_wan_file
 from .planning.doctor import diagnose, examine, findings_text, free_host_memory
 from .planning.hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
 from .planning.plan import make_plan
-from .planning.report import plan_text, plan_values, transfers_text
+from .planning.report import plan_text, plan_values
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,12 +21,14 @@ from .resident.memory import UNLIMITED, Room
 from .resident.transformers import Transformers
 from .resident.vae import ResidentVAE
 from .vae.run import (
+    VAEShare,
     decode_chunks_into,
     encode_chunks_into,
     latent_size,
     validate_decode,
     validate_encode,
 )
+from .vae.wan22 import WanVAE
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +57,7 @@ class VAEWork:
         vae = self._vae.have(request.vae, self._transformers, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
         together(job, lambda: validate_decode(vae.config, latent, result))
-        memory = VAEMemory(
-            direction=Direction.DECODE, dim=vae.config.decoder_dim, item_bytes=vae.dtype.itemsize
-        )
-        split = self._choose_split(latent_size(latent), memory, request.memory_bytes, job)
-        note = self._explain(split)
-        share = apply_vae_split(vae, split, self._plane)
+        share, note = self._share(vae, latent_size(latent), Direction.DECODE, request, job)
         chunks = decode_chunks_into(vae, latent, result, share=share, device=self._room.device)
         advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
         return note
@@ -70,15 +67,30 @@ class VAEWork:
         vae = self._vae.have(request.vae, self._transformers, job)
         frames, result = job.tensor(request.frames), job.tensor(request.result)
         together(job, lambda: validate_encode(vae.config, frames, result))
-        memory = VAEMemory(
-            direction=Direction.ENCODE, dim=vae.config.encoder_dim, item_bytes=vae.dtype.itemsize
-        )
-        split = self._choose_split(latent_size(result), memory, request.memory_bytes, job)
-        note = self._explain(split)
-        share = apply_vae_split(vae, split, self._plane)
+        share, note = self._share(vae, latent_size(result), Direction.ENCODE, request, job)
         chunks = encode_chunks_into(vae, frames, result, share=share, device=self._room.device)
         advance("encode", chunks, result.shape[2], job)
         return note
+
+    def _share(
+        self,
+        vae: WanVAE,
+        size: LatentSize,
+        direction: Direction,
+        request: DecodeRequest | EncodeRequest,
+        job: Job,
+    ) -> tuple[VAEShare, str]:
+        """This rank's share of a video, and how the ranks share it. Collectives: votes, the making of new groups.
+
+        Only ranks of ComfyUI's machine have one: the result is in its memory, and they come first.
+        """
+        dims = {Direction.DECODE: vae.config.decoder_dim, Direction.ENCODE: vae.config.encoder_dim}
+        memory = VAEMemory(direction=direction, dim=dims[direction], item_bytes=vae.dtype.itemsize)
+        split = self._choose_split(size, memory, request.memory_bytes, job)
+        note = split.explain(self._local_ranks)
+        if self._plane.rank == 0:
+            logger.info("VAE: %s", note)
+        return apply_vae_split(vae, split, self._plane), note
 
     def _choose_split(
         self, size: LatentSize, memory: VAEMemory, budget: int | None, job: Job
@@ -117,13 +129,6 @@ class VAEWork:
         if self._plane.rank >= self._local_ranks:
             return UNLIMITED  # of another machine, whose ranks have no part
         return self._room.spare()
-
-    def _explain(self, split: VAESplit) -> str:
-        """Only ranks of ComfyUI's machine have a share: the result is in its memory, and they come first."""
-        note = split.explain(self._local_ranks)
-        if self._plane.rank == 0:
-            logger.info("VAE: %s", note)
-        return note
 
 
 def advance(phase: str, chunks: Iterator[int], total: int, job: Job) -> None:

@@ -17,7 +17,7 @@ COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 
 
 def list_models(folder: str) -> list[str]:
-    """Names of the models in a folder of COMPONENTS and in that for diffusers; model_list.py says which."""
+    """Names of the models in a folder of COMPONENTS and in that for diffusers; model_file/offered.py says which."""
     files: list[str] = folder_paths.get_filename_list(folder)
     if folder == "diffusion_models":
         files = [*files, *(name for name in gguf_files(folder) if name not in files)]

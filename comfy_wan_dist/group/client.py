@@ -80,9 +80,7 @@ class WorkerGroup:
         """
         job = self._supervisor.submit(request, fds)
         try:
-            answers = await attended(job.future, _attention(job, on_progress, check_interrupt))
-            job.deliver(on_progress)
-            return answers
+            return await attended(job.future, _attention(job, on_progress, check_interrupt))
         except BaseException:
             self._supervisor.cancel(job)
             await outlast(job.future.done)
@@ -100,9 +98,7 @@ class WorkerGroup:
         job = self._supervisor.submit(request, fds)
         attend = _attention(job, on_progress, check_interrupt)
         try:
-            answers = attended_blocking(job.future, attend)
-            job.deliver(on_progress)
-            return answers
+            return attended_blocking(job.future, attend)
         except BaseException:
             self._supervisor.cancel(job)
             job.future.exception()  # waits

@@ -1,7 +1,7 @@
 """Where the ranks of a group report: a Unix socket in a folder that no other user can enter.
 
 Who may connect: a process of the same user, started by the group's launcher, that knows the group's
-token. Ranks of other machines come in elsewhere (machines.py).
+token. Ranks of other machines come in elsewhere (machines/door.py).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from .client import WorkerGroup
 from .queue import SETTLE_S, Piece, PlaneQueue, Ticket
 from .shared_run import Member, RunDisbanded, RunRefused, SharedRun
 from .spec import GroupKey, LaunchSpec
-from .waiting import InterruptCheck, attended, ignore, outlast
+from .waiting import InterruptCheck, attended, ignore
 
 PieceProgress = Callable[[int, Progress], None]
 LOSSES = (WorkerDied, WorkerTimeout, WorkerStartError)
@@ -120,7 +120,10 @@ class Scheduler:
         except BaseException:
             for task in tasks:
                 task.cancel()
-            await outlast(lambda: all(task.done() for task in tasks))
+            while not all(task.done() for task in tasks):
+                # A second cancellation changes nothing: the ranks still use the tensors.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait(tasks)
             raise
         finally:
             # A task that is cancelled before its first step leaves its ticket.

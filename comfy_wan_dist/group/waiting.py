@@ -27,7 +27,8 @@ def ignore() -> None:
 async def attended(future: Future[T], attend: Callable[[], None]) -> T:
     """The result of `future`, leaving the event loop free.
 
-    attend: called at least every 50 ms, and at the end of a wait; what it raises is raised here, and `future` goes on.
+    attend: called at least every 50 ms, and once more when `future` is done; what it raises is raised here, and
+    `future` goes on.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
@@ -42,6 +43,7 @@ async def attended(future: Future[T], attend: Callable[[], None]) -> T:
         # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with the result.
         await asyncio.wait([done], timeout=POLL_S)
         attend()
+    attend()
     return future.result()
 
 
@@ -51,6 +53,7 @@ def attended_blocking(future: Future[T], attend: Callable[[], None]) -> T:
     future.add_done_callback(lambda _: done.set())
     while not done.wait(POLL_S):
         attend()
+    attend()
     return future.result()
 
 

@@ -6,7 +6,7 @@
 Covered: partial reads and writes, deadlines in both directions, a limit on frames, refusal of
 descriptors that do not belong, and no leaked descriptor on any path. Between machines the same
 frames go over TCP, without descriptors. Not covered: encryption, and trust: who may connect is
-checked where connections are accepted (group/listener.py, machines.py).
+checked where connections are accepted (group/listener.py, machines/door.py).
 Imports no torch: a rank says hello before it does.
 
 One thread may send while another receives; two senders (or receivers) at once need their own lock.

@@ -15,9 +15,9 @@ from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
+from ..mesh.report import job_text
 from ..mesh.shape import LatentGrid
 from ..mesh.workload import Workload
-from ..planning.report import job_text
 from ..solvers.schedules import Schedule
 from .experts import Experts
 from .handle import ResolvedModel

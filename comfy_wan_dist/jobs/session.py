@@ -28,7 +28,7 @@ from ..ipc.messages import Progress, TensorRef
 from ..ipc.shared import Parcel
 from ..mesh.degrees import parse_mesh
 from ..mesh.devices import parse_devices
-from ..planning.report import peak_text
+from ..mesh.report import peak_text
 from .handle import ModelHandle, ResolvedModel, resolve_model
 
 logger = logging.getLogger("comfy_wan_dist")

@@ -18,8 +18,8 @@ from ..ipc.errors import ConfigError
 from ..ipc.messages import DecodeRequest, EncodeRequest
 from ..ipc.shared import split_ref
 from ..mesh.flops import vae_flops
+from ..mesh.report import job_text
 from ..mesh.vae_shape import FRAME_STRIDE, TI2V_CHANNELS, VAE_STRIDE, latent_frames, pixel_frames
-from ..planning.report import job_text
 from .handle import ModelHandle, resolve_vae
 from .session import open_session, planes_of
 

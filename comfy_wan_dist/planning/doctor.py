@@ -296,7 +296,7 @@ def _check_gpus(machine: Machine) -> list[Finding]:
     if old := [index for index, gpu in enumerate(machine.gpus) if not gpu.has_bfloat16]:
         found.append(
             _wrong(
-                f"GPU {_listed(old)} has no bfloat16 arithmetic; leave it out or choose the dtype float16."
+                f"GPU {', '.join(map(str, old))} has no bfloat16 arithmetic; leave it out or choose the dtype float16."
             )
         )
     if len(machine.gpus) > 1 and machine.nccl is None:
@@ -378,7 +378,3 @@ def _check_choice(machine: Machine) -> list[Finding]:
             )
         )
     return found
-
-
-def _listed(indices: list[int]) -> str:
-    return ", ".join(str(index) for index in indices)

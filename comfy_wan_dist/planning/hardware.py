@@ -92,6 +92,7 @@ DEVICES = (
     _device("RTX3090", 24, (71, 35.6), 0.94, 25, "PCIe 4"),
 )
 """Vendors' figures: GB, dense TFLOP/s in bfloat16 and float32, TB/s of memory, GB/s to peers in one direction."""
+KNOWN_NAMES = ", ".join(device.name for device in DEVICES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +107,10 @@ class DevicePool:
 
     @property
     def weakest(self) -> Device:
-        """One device with the least of everything; its name lists all kinds."""
+        """One device with the least of everything; its name lists all kinds. Measured ones are all alike."""
         first = self.devices[0]
         if all(device == first for device in self.devices):
             return first
-        measured = [device.calibration for device in self.devices]
         return replace(
             first,
             name=" + ".join(dict.fromkeys(device.name for device in self.devices)),
@@ -120,9 +120,6 @@ class DevicePool:
             memory_rate=min(device.memory_rate for device in self.devices),
             link=min(device.link for device in self.devices),
             link_name=min(self.devices, key=lambda device: device.link).link_name,
-            calibration=min(
-                (one for one in measured if one is not None), key=lambda one: one.rate, default=None
-            ),
         )
 
     def __str__(self) -> str:
@@ -172,8 +169,7 @@ def known_pool(found: Sequence[tuple[str, int]]) -> DevicePool:
         device = find_device(name)
         if device is None:
             raise ConfigError(
-                f"there are no figures for {name!r}; plan for the nearest of "
-                f"{', '.join(known.name for known in DEVICES)} instead"
+                f"there are no figures for {name!r}; plan for the nearest of {KNOWN_NAMES} instead"
             )
         devices.append(replace(device, memory=memory))
     return DevicePool(devices=tuple(devices))
@@ -189,7 +185,7 @@ def parse_pool(text: str) -> DevicePool:
         if device is None or not 1 <= count <= MAX_DEVICES:
             raise ConfigError(
                 f"devices {text!r}: {part.strip()!r} is not a number of known devices; write it like 8xH100-SXM, "
-                f"with one of {', '.join(known.name for known in DEVICES)}; for another card take the nearest below"
+                f"with one of {KNOWN_NAMES}; for another card take the nearest below"
             )
         devices += [device] * count
     if len(devices) > MAX_DEVICES:

@@ -1,36 +1,30 @@
-"""Plans and ledgers as text to read and as plain values for JSON."""
+"""A plan as text to read and as plain values for JSON."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..ipc.messages import Done, LedgerLine
 from ..mesh.degrees import MeshDegrees
-from ..mesh.devices import GB, GIB, MIB
-from ..mesh.traffic import transfers
+from ..mesh.devices import GB
+from ..mesh.report import table
 from ..mesh.vae_shape import pixel_frames
-from ..mesh.workload import Counting, Workload
 from .hardware import Device
 from .plan import Choice, MeshOption, Plan
 
+HEAD = [
+    "mesh",
+    "ranks",
+    "GB total",
+    "GB weights",
+    "TFLOP/step",
+    "MB sent/step",
+    "s/step",
+    "s",
+    "videos/h",
+]
 ROWS = 12
-"""Most rows of the plan's table; the meshes that it names are always among them."""
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, the first to the left, the others to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+"""Rows of the plan's table; the meshes that the plan names are always among them."""
 
 
 def shown_options(plan: Plan) -> list[MeshOption]:
@@ -61,17 +55,6 @@ def plan_text(plan: Plan) -> str:
         ]
         for option in shown_options(plan)
     ]
-    head = (
-        "mesh",
-        "ranks",
-        "GB total",
-        "GB weights",
-        "TFLOP/step",
-        "MB sent/step",
-        "s/step",
-        "s",
-        "videos/h",
-    )
     named = [
         f"{label}: {choice.option.mesh}{unfit(choice.option, device)}. {choice.reason}"
         if choice
@@ -90,7 +73,7 @@ def plan_text(plan: Plan) -> str:
             f"batch {job.batch}, {guided}, {job.dtype}, on {plan.pool}",
             f"each device: {device.memory / GB:.0f} GB, {device.link_name}",
             "",
-            table(head, rows),
+            table(HEAD, rows),
             "! does not fit. GB, TFLOP and MB are of the rank with most; the VAE and the text encoder come on top.",
             "Fastest first. Meshes within 3 % count as equal; among them the one that auto takes is named below.",
             "",
@@ -154,79 +137,3 @@ def option_values(option: MeshOption) -> dict[str, Any]:
         "seconds": {**asdict(seconds), "step": seconds.step, "video": seconds.video},
         "videos_per_hour": option.videos_per_hour,
     }
-
-
-def transfers_text(job: Workload, mesh: MeshDegrees, rank: int) -> str:
-    """Every collective of one rank, as this project runs it and as papers count it."""
-    parts = []
-    for counting, label in (
-        (Counting.RUN, "as it runs here"),
-        (
-            Counting.LITERATURE,
-            "as papers count it: text and gathers in every step, all in the weights' dtype",
-        ),
-    ):
-        rows = [
-            [
-                item.what,
-                item.op,
-                item.axis,
-                item.dtype,
-                f"{item.bytes / MIB:.2f}",
-                f"{item.sent_bytes / MIB:.2f}",
-                str(item.total_calls(job.steps)),
-            ]
-            for item in transfers(job, mesh, rank, counting)
-        ]
-        head = ("what", "op", "axis", "dtype", "MiB", "MiB sent", "calls")
-        body = table(head, rows) if rows else "nothing is sent"
-        parts.append(f"rank {rank} of {mesh}, {label}\n{body}")
-    return "\n\n".join(parts)
-
-
-def job_text(how: str, answers: Sequence[Done], *, requests: int = 1) -> str:
-    """How a job went: the slowest rank's time, what was read from disk, each rank's memory, and what was sent.
-
-    how: it was cut. requests: how many shared the run; the figures are of all of them.
-    """
-    seconds = max((answer.seconds for answer in answers), default=0.0)
-    read = sum(answer.bytes_read for answer in answers)
-    shared = f", {requests} requests in one run" if requests > 1 else ""
-    return (
-        f"{how}, {len(answers)} ranks, {seconds:.2f} s, {read} bytes read from disk{shared}\n"
-        f"peak memory by rank {peak_text(answers)} GiB\n"
-        + ledger_text([answer.ledger for answer in answers])
-    )
-
-
-def peak_text(answers: Sequence[Done]) -> str:
-    """The ranks' peak memory in GiB."""
-    return ", ".join(f"{answer.peak_bytes / GIB:.2f}" for answer in answers)
-
-
-def ledger_text(ledgers: Sequence[Sequence[LedgerLine]]) -> str:
-    """What the ranks of a job counted: per op and axis all calls and bytes, the most bytes and seconds of a rank."""
-    calls: Counter[tuple[str, str, str]] = Counter()
-    total: Counter[tuple[str, str, str]] = Counter()
-    most: dict[tuple[str, str, str], int] = {}
-    longest: dict[tuple[str, str, str], float] = {}
-    for line in (line for ledger in ledgers for line in ledger):
-        key = (line.axis, line.op, line.dtype)
-        calls[key] += line.calls
-        total[key] += line.bytes
-        most[key] = max(most.get(key, 0), line.bytes)
-        longest[key] = max(longest.get(key, 0.0), line.seconds)
-    if not calls:
-        return "no collectives: nothing was sent between ranks"
-    rows = [
-        [
-            *key,
-            str(calls[key]),
-            f"{total[key] / MIB:.2f}",
-            f"{most[key] / MIB:.2f}",
-            f"{longest[key]:.3f}",
-        ]
-        for key in sorted(calls)
-    ]
-    head = ("axis", "op", "dtype", "calls", "MiB, all ranks", "MiB, one rank", "s, one rank")
-    return table(head, rows)

@@ -41,13 +41,11 @@ class Solver(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class _Euler:
     """x + (s_next - s) * (x - denoised) / s."""
 
-    __slots__ = ("_sigmas",)
-
-    def __init__(self, sigmas: tuple[float, ...]) -> None:
-        self._sigmas = sigmas
+    _sigmas: Sigmas
 
     def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
         sigma, sigma_next = self._sigmas[index], self._sigmas[index + 1]
@@ -56,14 +54,12 @@ class _Euler:
         return torch.add(x, x - denoised, alpha=(sigma_next - sigma) / sigma)
 
 
+@dataclass(frozen=True, slots=True)
 class _Lcm:
     """The clean prediction, noised anew to the next sigma."""
 
-    __slots__ = ("_sigmas", "_step_noise")
-
-    def __init__(self, sigmas: tuple[float, ...], step_noise: StepNoise | None) -> None:
-        self._sigmas = sigmas
-        self._step_noise = step_noise
+    _sigmas: Sigmas
+    _step_noise: StepNoise | None
 
     def step(self, index: int, x: Tensor, denoised: Tensor) -> Tensor:
         sigma_next = self._sigmas[index + 1]
@@ -108,7 +104,7 @@ SOLVERS = (
     SolverKind(name="lcm", stock="lcm", build=_Lcm, needs_noise=True),
     SolverKind(name="wan_unipc", stock="euler", build=lambda sigmas, noise: wan_unipc(sigmas)),
 )
-"""In the order in which the sampler node offers them."""
+"""All solvers, in the order in which the sampler node offers them."""
 
 
 def solver_names() -> tuple[str, ...]:

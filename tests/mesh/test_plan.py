@@ -16,6 +16,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.devices import GB
 from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import block_bytes, rank_memory, weight_bytes
+from comfy_wan_dist.mesh.report import job_text
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape, video_grid
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.mesh.workload import Workload
@@ -30,7 +31,7 @@ from comfy_wan_dist.planning.hardware import (
     parse_pool,
 )
 from comfy_wan_dist.planning.plan import Plan, make_plan
-from comfy_wan_dist.planning.report import job_text, plan_text, plan_values, shown_options
+from comfy_wan_dist.planning.report import plan_text, plan_values, shown_options
 from comfy_wan_dist.planning.seconds import predict_seconds
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.mesh_runs import Case, Schedule, mesh_degrees, model_spec

@@ -5,9 +5,8 @@ meanwhile.
 
 What becomes of an error: one that all ranks share (voted on by `Job.agree`, or raised by the same
 check everywhere and confirmed by the vote at the job's end) is answered and the loop lives. Any
-other leaves the ranks in unknown
-places of the job: it is answered with `fatal`, and the process exits non-zero so that torchrun ends
-the peers.
+other leaves the ranks in unknown places of the job: it is answered with `fatal`, and the process
+exits non-zero so that torchrun ends the peers.
 """
 
 from __future__ import annotations

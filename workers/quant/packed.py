@@ -8,7 +8,9 @@ is left out after they are unpacked. A scale belongs to the whole weight, and al
 
 from __future__ import annotations
 
+import functools
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +75,18 @@ class _UnpacksWeight:
         return self.packed()
 
 
+@functools.cache  # compiled code is guarded by types, so every load must give the same
+def _unpacking(linear: Any) -> type[nn.Module]:
+    """A kind of linear as it is, but that it unpacks its weight."""
+    return type(f"Packed{linear.__name__}", (_UnpacksWeight, linear), {})
+
+
 def apply_packing(model: WanModel) -> None:
     """Let the linears whose weights the model's shape names as packed keep them so.
 
     Call it on the meta device, after the cuts that change a linear's kind or shape; a plain model stays as it is.
     """
     packed = dict(model.shape.packed)
-    unpacking: dict[type[nn.Module], type[nn.Module]] = {}
     for name, module in list(model.named_modules()):
         packing = packed.get(f"{name}.weight")
         if packing is None:
@@ -89,10 +96,7 @@ def apply_packing(model: WanModel) -> None:
         # A row-parallel linear's columns are its rank's run of the full matrix's.
         first = int(getattr(module, "first_column", 0))
         del module.weight
-        kind = type(module)
-        if kind not in unpacking:
-            unpacking[kind] = type(f"Packed{kind.__name__}", (_UnpacksWeight, kind), {})
-        module.__class__ = unpacking[kind]  # as torch's own parametrizations do
+        module.__class__ = _unpacking(type(module))  # type: ignore[arg-type]  # as torch's own parametrizations do
         module.packed = PackedWeight(packing, held, first=first)
 
 

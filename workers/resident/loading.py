@@ -56,7 +56,7 @@ class ModelLoader:
         shape = changed_shape(file.shape, changes)
         return FoundModel(spec=spec, file=file, changes=changes, shape=shape)
 
-    def validate_room(self, found: FoundModel, groups: MeshGroups) -> None:
+    def validate_fits(self, found: FoundModel, groups: MeshGroups) -> None:
         """Raises InsufficientMemoryError if this rank's part does not fit beside what the device holds."""
         validate_memory(
             found.shape,
@@ -70,7 +70,7 @@ class ModelLoader:
 
     def fits(self, found: FoundModel, groups: MeshGroups) -> bool:
         try:
-            self.validate_room(found, groups)
+            self.validate_fits(found, groups)
         except InsufficientMemoryError:
             return False
         return True
@@ -85,7 +85,7 @@ class ModelLoader:
         spec, sharing = found.spec, self._read_groups()
 
         def allocate() -> WanModel:
-            self.validate_room(found, groups)
+            self.validate_fits(found, groups)
             dtype = dtype_named(spec.dtype)
             return cut_model(found.shape, groups, dtype=dtype, device=self._room.device)
 

@@ -1,7 +1,7 @@
 """One prediction of the model on this rank: what it needs is prepared once, then x and a timestep give a velocity.
 
     inputs = prepare_forward(given, shape, groups, device)      local, before a vote
-    forward = build_forward(model, inputs, groups, guidance)    together from here on
+    forward = build_forward(model, inputs, guidance=scale)      together from here on
     velocity = forward.predict(inputs.shard(latent), timestep)
     latent = inputs.gather(velocity)
 
@@ -169,7 +169,7 @@ class Forward:
         if scale == 1 and groups.cfg.size == 1:
             branches, scale = branches[:1], None  # the negative prompt would cancel out
         samples = 1 if groups.pp.size == 1 else x.shape[0]
-        timesteps = (self._inputs.row_factors * timestep).chunk(samples)
+        timesteps = self._inputs.row_factors * timestep
         batches = [
             batch
             for prompt, text in branches
@@ -202,26 +202,28 @@ def build_forward(model: WanModel, inputs: RankInputs, *, guidance: float | None
 
 def micro_batches(
     x: Tensor,
-    timesteps: Sequence[Tensor],
+    timesteps: Tensor,
     text: tuple[TextKeysValues, ...],
     conditions: Mapping[str, Tensor],
     count: int,
 ) -> Iterator[MicroBatch]:
     """One branch in `count` parts of as many samples; what has one sample for all serves each part."""
 
-    def part(tensor: Tensor, index: int) -> Tensor:
-        parts = tensor.chunk(count)
-        return parts[index % len(parts)]
+    def parts(tensor: Tensor) -> list[Tensor]:
+        own = tensor.chunk(count)
+        return [own[index % len(own)] for index in range(count)]
 
+    tokens, times = parts(x), parts(timesteps)
+    texts = [(parts(each.keys), parts(each.values)) for each in text]
+    named = {name: parts(each) for name, each in conditions.items()}
     for index in range(count):
         yield MicroBatch(
-            tokens=part(x, index),
-            timesteps=timesteps[index],
+            tokens=tokens[index],
+            timesteps=times[index],
             text=tuple(
-                TextKeysValues(keys=part(each.keys, index), values=part(each.values, index))
-                for each in text
+                TextKeysValues(keys=keys[index], values=values[index]) for keys, values in texts
             ),
-            conditions={name: part(each, index) for name, each in conditions.items()},
+            conditions={name: own[index] for name, own in named.items()},
         )
 
 
@@ -291,7 +293,7 @@ def validate_conditions(
 
 
 def _fits(given: Tensor, kind: ConditionKind, latent: Tensor) -> bool:
-    if kind.channels == 0 or given.shape[0] not in (1, latent.shape[0]):
+    if kind.channels == 0 or given.dim() == 0 or given.shape[0] not in (1, latent.shape[0]):
         return False
     if kind.on_tokens:
         return given.shape[1:] == (kind.channels, *latent.shape[2:])

@@ -1,7 +1,7 @@
 """Another machine's side of a group: `python -m comfy_wan_dist worker --join HOST:PORT`.
 
 It waits until the head starts a group, starts its share of it as the head does, and ends that share when the
-connection ends; then it waits for the next group. The head's side is in machines.py.
+connection ends; then it waits for the next group. The head's side is in door.py.
 
 The processes end with this one, however it ends (the lifeline of workers/process/launcher.py), and their output
 goes to its standard error. It runs what the head asks for: only join a head that you trust.
