@@ -86,6 +86,10 @@ def sample(
 def workload_of(request: SampleRequest, shape: WanShape) -> Workload:
     """The request in the numbers that decide what it takes with a model of `shape`. Raises ConfigError."""
     validate_latent(request.noisy.shape, shape)
+
+    def tokens(text: TensorRef) -> int:
+        return text.shape[1] if len(text.shape) == 3 else 1  # another one is refused before the run
+
     batch, _, frames, height, width = request.noisy.shape
     return Workload(
         shape=shape,
@@ -94,8 +98,8 @@ def workload_of(request: SampleRequest, shape: WanShape) -> Workload:
         guided=request.uncond is not None,
         batch=batch,
         dtype=request.model.dtype,
-        text_tokens=(request.cond.shape[1], (request.uncond or request.cond).shape[1]),
-        text_batch=request.cond.shape[0],
+        text_tokens=(tokens(request.cond), tokens(request.uncond or request.cond)),
+        text_batch=request.cond.shape[0] if request.cond.shape else 1,
     )
 
 
@@ -183,15 +187,22 @@ def prepare_sample(
 def forward_inputs(request: SampleRequest, tensor: Callable[[TensorRef], Tensor]) -> ForwardInputs:
     """The request's tensors that its forwards are given."""
 
-    def prompt(text: TensorRef, branch: str) -> PromptTensors:
-        return PromptTensors(
-            text=tensor(text),
-            conditions={
-                each.name: tensor(each.tensor)
-                for each in request.conditions
-                if each.branch == branch
-            },
+    named = [(each.branch, each.name) for each in request.conditions]
+    for each in request.conditions:
+        if not 0 <= each.batch_dim < max(1, len(each.tensor.shape)):
+            raise ConfigError(
+                f"the samples of {each.name} are said to lie in dim {each.batch_dim} of {list(each.tensor.shape)}"
+            )
+    if len(set(named)) < len(named) or not {branch for branch, _ in named} <= {COND, UNCOND}:
+        raise ConfigError(
+            f"the conditions are {named}; each must be of {COND} or {UNCOND}, and of one name only once"
         )
+
+    def prompt(text: TensorRef, branch: str) -> PromptTensors:
+        own = [each for each in request.conditions if each.branch == branch]
+        # From here on samples lie in dim 0.
+        conditions = {each.name: tensor(each.tensor).movedim(each.batch_dim, 0) for each in own}
+        return PromptTensors(text=tensor(text), conditions=conditions)
 
     return ForwardInputs(
         latent=tensor(request.noisy),

@@ -25,6 +25,9 @@ STATE_TENSORS = 12
 UNPACKING_BYTES = 8
 """For each value of a packed weight in use: float32 on its way to its dtype, and the bytes that it comes from."""
 
+WHOLE_WHEN_PACKED = {"time_projection.1.weight"}
+"""Outside of the blocks the one matrix that is larger than a block's share may be."""
+
 BlockPacking = tuple[Packing | None, ...]
 """How each of a block's parameters is packed; None for one that is not."""
 
@@ -154,15 +157,17 @@ def parameter_bytes(
 
 
 def unpacked_bytes(shape: WanShape, degrees: MeshDegrees) -> int:
-    """Bytes for the largest packed weight while its linear runs: its values, and what unpacking makes on the way."""
-    packed = {split_name(name)[1] for name, _ in shape.packed}
+    """Bytes for the largest packed weight while its linear runs: its values, and what unpacking makes on the way.
+
+    A block's largest matrix stands for all that may be packed there; of the rest the time projection counts.
+    """
+    packed = {name for name, _ in shape.packed}
+    if not packed:
+        return 0
     # Along whichever dim it is cut, a rank's part is as large.
-    sizes = (
-        prod(each.shape(shape)) // (1 if each.cut_dim is None else degrees.tp)
-        for each in (*OUTER, *BLOCK)
-        if each.name in packed
-    )
-    return UNPACKING_BYTES * max(sizes, default=0)
+    sizes = [prod(each.shape(shape)) // degrees.tp for each in BLOCK if each.cut_dim is not None]
+    sizes += [prod(each.shape(shape)) for each in OUTER if each.name in packed & WHOLE_WHEN_PACKED]
+    return UNPACKING_BYTES * max(sizes)
 
 
 def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:

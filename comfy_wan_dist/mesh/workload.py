@@ -126,4 +126,5 @@ def bubble(*, stages: int, micro_batches: int) -> float:
 
     Source: GPipe (arXiv 1811.06965).
     """
-    return (stages - 1) / (micro_batches + stages - 1)
+    busy = stages * micro_batches
+    return 1 - busy / (stages * (micro_batches + stages - 1))

@@ -46,6 +46,7 @@ from devtools.mesh_runs import (
     model_spec,
     relative_error,
     sample_rank,
+    single_groups,
 )
 from devtools.quantised import (
     RANDOM,
@@ -56,6 +57,7 @@ from devtools.quantised import (
     write_scaled_fp8,
 )
 from devtools.rank_pool import RankPool
+from workers.parallel.parallelize import cut_model
 from workers.quant.blocks import unpack_blocks
 from workers.quant.packed import PackedWeight
 
@@ -606,3 +608,16 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
 
 if __name__ == "__main__":
     write_comfyui_results(Path(sys.argv[1]))
+
+
+def test_every_load_has_the_same_types_so_that_compiled_code_serves_all(
+    forms: dict[str, Form],
+) -> None:
+    shape = recognise(forms["Q8_0"].path).shape
+    first, second = (
+        cut_model(shape, single_groups(), dtype=torch.float32, device=torch.device("meta"))
+        for _ in range(2)
+    )
+    types = [[type(module) for module in model.modules()] for model in (first, second)]
+    assert types[0] == types[1]
+    assert any(kind.__name__ == "PackedLinear" for kind in types[0])

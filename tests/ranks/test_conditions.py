@@ -5,13 +5,15 @@ The conditions here are added in just these places by condition_programs.py, and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import condition_programs
 import pytest
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.ipc.messages import COND, UNCOND, ModelSpec
+from comfy_wan_dist.ipc.messages import COND, UNCOND, Condition, ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import (
@@ -19,12 +21,14 @@ from devtools.mesh_runs import (
     SIGMAS,
     Case,
     Schedule,
+    build_request,
     mesh_degrees,
     model_spec,
     relative_error,
     sample_rank,
 )
 from devtools.rank_pool import RankPool
+from workers.sample_job import forward_inputs
 from workers.sampling.forward import validate_conditions
 
 SHAPE = WanShape(dim=512, ffn_dim=256, num_layers=2, in_dim=48, out_dim=48, text_dim=16)
@@ -102,6 +106,7 @@ def test_without_it_the_result_is_another(spec: ModelSpec, expected: Tensor) -> 
         ("shift", (3, 48, 3, 6, 6), "shift conditioning is shape .3, 48"),
         ("more_text", (1, 7, 15), "more_text conditioning is shape .*need .1 or 2, tokens, 16."),
         ("more_text", (7, 16), "more_text conditioning is shape .7, 16."),
+        ("more_text", (), "more_text conditioning is shape .., this model"),
         ("shift", None, "shift conditioning is none"),
         ("unknown", (1,), "unknown conditioning is shape .1., this model and latent need none"),
     ],
@@ -117,3 +122,30 @@ def test_one_that_does_not_fit_is_refused_by_name(
     latent = torch.zeros(2, 48, 3, 6, 6)
     with condition_programs.toy_conditions(), pytest.raises(ConfigError, match=words):
         validate_conditions(given, SHAPE, latent, label="positive")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "words"),
+    [
+        ([("image", COND, 0), ("image", COND, 0)], "only once"),
+        ([("image", "nobody", 0)], "must be of cond or uncond"),
+        ([("image", COND, 7)], "lie in dim 7"),
+    ],
+)
+def test_conditions_that_no_branch_can_take_are_refused(
+    spec: ModelSpec, conditions: list[tuple[str, str, int]], words: str
+) -> None:
+    request, tensors = build_request(spec, CASE.inputs(SHAPE), SCHEDULE, mesh="single")
+    given = tuple(
+        Condition(name=name, branch=branch, tensor=request.noisy, batch_dim=dim)
+        for name, branch, dim in conditions
+    )
+    with pytest.raises(ConfigError, match=words):
+        forward_inputs(replace(request, conditions=given), lambda ref: tensors[ref.buffer])
+
+
+def test_samples_may_lie_in_any_dim(spec: ModelSpec) -> None:
+    request, tensors = build_request(spec, CASE.inputs(SHAPE), SCHEDULE, mesh="single")
+    given = Condition(name="image", branch=COND, tensor=request.noisy, batch_dim=1)
+    inputs = forward_inputs(replace(request, conditions=(given,)), lambda ref: tensors[ref.buffer])
+    assert torch.equal(inputs.cond.conditions["image"], tensors[0].movedim(1, 0))
