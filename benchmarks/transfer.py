@@ -241,7 +241,7 @@ def _pipe_worker(pipe: Connection, answer_shape: tuple[int, ...]) -> None:
 @contextmanager
 def ray_tensors_trip(payload: Payload) -> Iterator[RoundTrip]:
     """Torch tensors through ray's object store, as a node has them. Raises ModuleNotFoundError without ray."""
-    import ray  # type: ignore[import-not-found, unused-ignore]
+    import ray
 
     tensors = [torch.from_numpy(array) for array in payload.arrays]
     with _ray_worker(payload) as worker:
@@ -257,7 +257,7 @@ def ray_tensors_trip(payload: Payload) -> Iterator[RoundTrip]:
 @contextmanager
 def ray_arrays_trip(payload: Payload) -> Iterator[RoundTrip]:
     """NumPy arrays, which ray's readers map without a copy. Raises ModuleNotFoundError without ray."""
-    import ray  # type: ignore[import-not-found, unused-ignore]
+    import ray
 
     with _ray_worker(payload) as worker:
 
@@ -271,7 +271,7 @@ def ray_arrays_trip(payload: Payload) -> Iterator[RoundTrip]:
 @contextmanager
 def _ray_worker(payload: Payload) -> Iterator[Any]:
     """An actor of a ray of this process' own."""
-    import ray  # type: ignore[import-not-found, unused-ignore]
+    import ray
 
     class Worker:
         def __init__(self, answer_shape: tuple[int, ...]) -> None:
