@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +15,7 @@ import pytest
 import quantised_programs as programs
 import rank_programs
 import torch
+from comfyui_child import run_beside_comfyui
 from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -60,8 +59,6 @@ from devtools.rank_pool import RankPool
 from workers.parallel.parallelize import cut_model
 from workers.quant.blocks import unpack_blocks
 from workers.quant.packed import PackedWeight
-
-REPO = Path(__file__).resolve().parents[2]
 
 # Rows of 256 values, as K-quants need. A row cut of 512 or 768 columns over 4 ranks begins inside such a block.
 SHAPE = WanShape(
@@ -578,23 +575,7 @@ def write_comfyui_results(folder: Path) -> None:
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
     write_stock_forms(tmp_path)
-    search = [
-        str(REPO),
-        str(REPO / "tests" / "kits"),
-        str(comfyui_path),
-        str(REPO / "devtools" / "stubs"),
-    ]
-    if "PYTHONPATH" in os.environ:
-        search.append(os.environ["PYTHONPATH"])
-    child = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    run_beside_comfyui(__file__, tmp_path, comfyui_path)
     results = load_file(tmp_path / "results.safetensors")
     specs = [model_spec(tmp_path / f"{name}.safetensors") for name in STOCK_FORMS]
     (ours,) = rank_pool.run(1, programs.velocities, "single", specs, CASE.inputs(STOCK_SHAPE))

@@ -7,8 +7,6 @@ results to a file.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from comfyui_child import run_beside_comfyui
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,7 +36,6 @@ from comfy_wan_dist.solvers.unipc import phi
 from devtools.checkpoints import write_transformer
 from devtools.mesh_runs import SIGMAS, Case, Schedule, model_spec, sample_rank
 
-REPO = Path(__file__).resolve().parents[2]
 SEED = 1234
 SHAPE = (1, 4, 3, 6, 5)
 LENGTHS = (1, 2, 3, 4, 5, 12, 30)
@@ -173,18 +171,7 @@ def comfyui_results(
     comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Tensor]:
     path = tmp_path_factory.mktemp("comfyui") / "results.safetensors"
-    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
-    if "PYTHONPATH" in os.environ:
-        search.append(os.environ["PYTHONPATH"])
-    child = subprocess.run(
-        [sys.executable, __file__, str(path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    run_beside_comfyui(__file__, path, comfyui_path)
     return load_file(path)
 
 

@@ -7,8 +7,6 @@ are skipped.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from comfyui_child import run_beside_comfyui
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -42,7 +41,6 @@ from workers.vae.layers import (
 )
 from workers.vae.wan22 import WanVAE, patchify, unpatchify
 
-REPO = Path(__file__).resolve().parents[2]
 TINY = VAEConfig(encoder_dim=16, decoder_dim=16)
 # Other widths, latent channels and blocks, and time halved on other levels.
 OTHER = VAEConfig(
@@ -367,18 +365,7 @@ def test_decode_and_encode_match_comfyui(
     tiny_vae: WanVAE, comfyui_path: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "results.safetensors"
-    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
-    if "PYTHONPATH" in os.environ:
-        search.append(os.environ["PYTHONPATH"])
-    child = subprocess.run(
-        [sys.executable, __file__, str(path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
+    run_beside_comfyui(__file__, path, comfyui_path)
     results = load_file(path)
     decoded = decode(tiny_vae, random_latent(LATENT_SHAPES[1], TINY.z_dim))
     encoded = encode(tiny_vae, random_pixels(PIXEL_SHAPES[1]))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from comfyui_child import run_beside_comfyui
 from safetensors.torch import save_file
 
 from comfy_wan_dist.mesh.vae_shape import VAEConfig
@@ -27,7 +26,6 @@ from devtools.checkpoints import (
     write_vae,
 )
 
-REPO = Path(__file__).resolve().parents[2]
 MODEL, GOOD = "model.safetensors", "good.safetensors"
 REFUSED = {
     "wan21.safetensors": "wan21.safetensors is a Wan2.1 VAE (16 latent channels), but Wan2.2 TI2V-5B needs 48; choose "
@@ -57,19 +55,8 @@ def test_wrong_vae_is_refused_by_the_node_and_no_group_is_looked_for(
     comfyui_path: Path, tmp_path: Path
 ) -> None:
     write_files(tmp_path)
-    search = [str(REPO), str(comfyui_path), str(REPO / "devtools" / "stubs")]
-    if "PYTHONPATH" in os.environ:
-        search.append(os.environ["PYTHONPATH"])
-    child = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    ends = json.loads(child.stdout.splitlines()[-1])
+    output = run_beside_comfyui(__file__, tmp_path, comfyui_path)
+    ends = json.loads(output.splitlines()[-1])
     expected = {name: f"ModelFileError: {message}" for name, message in REFUSED.items()}
     # The good one shows that the registry is where a group would be looked for.
     expected[GOOD] = f"LookupError: {REACHED}"
