@@ -31,7 +31,7 @@ check: lint quick
 
 quick:
 	@$(SETUP) test
-	$(RUN) -m pytest -m quick
+	$(RUN) -m pytest -m quick -n auto --maxprocesses 4 --dist loadfile
 
 test:
 	@$(SETUP) test comfyui

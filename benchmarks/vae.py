@@ -10,6 +10,7 @@ Not covered: encoding, more than two ranks, devices other than the CPU (gpu.py h
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import threading
 from collections.abc import Callable, Mapping
@@ -193,6 +194,7 @@ class PeakMemory:
     """Largest growth of the process' own memory while the context is open, looked at every millisecond."""
 
     def __enter__(self) -> PeakMemory:
+        gc.collect()  # what goes meanwhile would hide as much growth
         self._before = own_memory()
         self.peak = 0
         self._is_over = threading.Event()
