@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m devtools.trace_files", description=__doc__)
     parser.add_argument("what", choices=sorted(WINDOWS))
     what = parser.parse_args(arguments).what
-    entries = trace(what)
+    try:
+        entries = trace(what)
+    except FileNotFoundError as error:  # no ComfyUI is set up
+        parser.exit(1, f"{error}\n")
     way = [entry for entry in entries if entry.has_data]
     others = [entry for entry in entries if not entry.has_data]
     print("handed the job's data, in the order of the data:")

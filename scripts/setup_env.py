@@ -136,7 +136,7 @@ def carry_out(step: Step, lock: int) -> None:
     """Install one part and stamp it, unless another run did so while this one waited."""
     if step.is_done():
         return
-    print(f"setup: {step.title} ...", flush=True)
+    print(f"setup: {step.title}, which takes minutes the first time ...", flush=True)
     start = time.monotonic()
     step.install(lock)
     scratch = step.stamp.with_suffix(".new")
