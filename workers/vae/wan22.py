@@ -14,7 +14,10 @@ inside the network is BTHWC, see layers.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from comfy_wan_dist.mesh.vae_shape import PATCH, PATCH_DIM, StageConfig, VAEConfig
@@ -40,14 +43,12 @@ def patchify(x_bcfhw: Tensor) -> Tensor:
 
     Channel order (colour, column, row): columns before rows.
     """
-    x = torch.unflatten(torch.unflatten(x_bcfhw, 4, (-1, PATCH)), 3, (-1, PATCH))  # B C F H y W x
-    return x.permute(0, 2, 3, 5, 1, 6, 4).flatten(4)
+    return rearrange(x_bcfhw, "b c f (h y) (w x) -> b f h w (c x y)", y=PATCH, x=PATCH)
 
 
 def unpatchify(x_bthwc: Tensor) -> Tensor:
     """Undo `patchify`: [B, F, H/2, W/2, 12] -> [B, 3, F, H, W], contiguous."""
-    x = torch.unflatten(x_bthwc, 4, (-1, PATCH, PATCH))  # B F H W C x y
-    return x.permute(0, 4, 1, 2, 6, 3, 5).flatten(5).flatten(3, 4)
+    return rearrange(x_bthwc, "b f h w (c x y) -> b c f (h y) (w x)", y=PATCH, x=PATCH)
 
 
 def as_pictures(x_bthwc: Tensor) -> Tensor:
@@ -58,6 +59,13 @@ def as_pictures(x_bthwc: Tensor) -> Tensor:
 def _residual_blocks(stage: StageConfig) -> nn.ModuleList:
     dims = [stage.in_dim] + [stage.out_dim] * stage.res_blocks
     return nn.ModuleList(map(ResidualBlock, dims[:-1], dims[1:]))
+
+
+def run_layers(layers: Iterable[nn.Module], x_bthwc: Tensor, history: FrameHistory) -> Tensor:
+    """One layer after the other."""
+    for layer in layers:
+        x_bthwc = layer(x_bthwc, history)
+    return x_bthwc
 
 
 class DownStage(nn.Module):
@@ -71,9 +79,7 @@ class DownStage(nn.Module):
             self.downsamples.append(Downsample(config.out_dim, config.time_factor > 1))
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        h_bthwc = x_bthwc
-        for layer in self.downsamples:
-            h_bthwc = layer(h_bthwc, history)
+        h_bthwc = run_layers(self.downsamples, x_bthwc, history)
         stage = self.config
         return h_bthwc.add_(
             average_down(x_bthwc, stage.out_dim, stage.time_factor, stage.space_factor)
@@ -94,9 +100,7 @@ class UpStage(nn.Module):
             self.upsamples.append(Upsample(config.out_dim, config.time_factor > 1))
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        h_bthwc = x_bthwc
-        for layer in self.upsamples:
-            h_bthwc = layer(h_bthwc, history)
+        h_bthwc = run_layers(self.upsamples, x_bthwc, history)
         stage = self.config
         if not stage.has_resample:
             return h_bthwc
@@ -130,15 +134,13 @@ class Encoder(nn.Module):
         self.head = _head(stages[-1].out_dim, 2 * config.z_dim)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        x_bthwc = self.conv1(x_bthwc, history)
-        for stage in self.downsamples:
-            x_bthwc = stage(x_bthwc, history)
-        return self.leave(x_bthwc, history)
+        return self.leave(
+            run_layers(self.downsamples, self.conv1(x_bthwc, history), history), history
+        )
 
     def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes after the levels: all that lets a position see the whole frame."""
-        for layer in self.middle:
-            x_bthwc = layer(x_bthwc, history)
+        x_bthwc = run_layers(self.middle, x_bthwc, history)
         return norm_act_conv(self.head["0"], self.head["2"], x_bthwc, history)
 
 
@@ -154,17 +156,13 @@ class Decoder(nn.Module):
         self.head = _head(stages[-1].out_dim, PATCH_DIM)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        x_bthwc = self.enter(x_bthwc, history)
-        for stage in self.upsamples:
-            x_bthwc = stage(x_bthwc, history)
-        return self.leave(x_bthwc, history)
+        return self.leave(
+            run_layers(self.upsamples, self.enter(x_bthwc, history), history), history
+        )
 
     def enter(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes before the levels: all that lets a position see the whole frame."""
-        x_bthwc = self.conv1(x_bthwc, history)
-        for layer in self.middle:
-            x_bthwc = layer(x_bthwc, history)
-        return x_bthwc
+        return run_layers(self.middle, self.conv1(x_bthwc, history), history)
 
     def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes after the levels."""
@@ -210,8 +208,7 @@ class WanVAE(nn.Module):
 
     def decoder_input(self, z_bcthw: Tensor) -> Tensor:
         """[B, z_dim, T, h, w] -> [B, T, h, w, z_dim]."""
-        x_bthwc: Tensor = self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
-        return x_bthwc
+        return self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
 
     def encode_chunk(self, pixels_bcfhw: Tensor, history: FrameHistory) -> Tensor:
         """Encode the next F pixel frames of a run, in [-1, 1], to the raw mean.
@@ -223,5 +220,4 @@ class WanVAE(nn.Module):
 
     def mean_of(self, x_bthwc: Tensor) -> Tensor:
         """The encoder's output as the raw mean [B, z_dim, T, h, w]."""
-        mean_bthwc: Tensor = self.conv1(x_bthwc)[..., : self.config.z_dim]
-        return mean_bthwc.movedim(-1, 1).contiguous()
+        return self.conv1(x_bthwc)[..., : self.config.z_dim].movedim(-1, 1).contiguous()
