@@ -712,14 +712,17 @@ def test_missing_tensor_that_tells_the_shape_is_named(name: str) -> None:
 )
 def test_extra_tensor_is_refused_by_name(name: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: (1,)})))
-    assert f"has 1 tensors that no supported Wan model has, '{name}'; it is another kind" in message
+    assert (
+        f"has 1 tensors that a supported Wan model does not have, '{name}'; it is another kind"
+        in message
+    )
 
 
 def test_extra_tensors_are_listed() -> None:
     extra = {f"blocks.0.extra{i}": (1,) for i in range(5)}
     message = refusal(lambda: read_wan_file(model_file(wan_shapes() | extra)))
     listed = "'blocks.0.extra0', 'blocks.0.extra1', 'blocks.0.extra2' and 2 more"
-    assert f"has 5 tensors that no supported Wan model has, {listed}; it is" in message
+    assert f"has 5 tensors that a supported Wan model does not have, {listed}; it is" in message
     long = {"blocks.0." + "x\n" * 1000: (1,)}
     assert "1 tensors" in refusal(lambda: read_wan_file(model_file(wan_shapes() | long)))
 

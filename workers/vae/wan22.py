@@ -134,9 +134,8 @@ class Encoder(nn.Module):
         self.head = _head(stages[-1].out_dim, 2 * config.z_dim)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        return self.leave(
-            run_layers(self.downsamples, self.conv1(x_bthwc, history), history), history
-        )
+        x_bthwc = run_layers(self.downsamples, self.conv1(x_bthwc, history), history)
+        return self.leave(x_bthwc, history)
 
     def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes after the levels: all that lets a position see the whole frame."""
@@ -156,9 +155,8 @@ class Decoder(nn.Module):
         self.head = _head(stages[-1].out_dim, PATCH_DIM)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        return self.leave(
-            run_layers(self.upsamples, self.enter(x_bthwc, history), history), history
-        )
+        x_bthwc = run_layers(self.upsamples, self.enter(x_bthwc, history), history)
+        return self.leave(x_bthwc, history)
 
     def enter(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes before the levels: all that lets a position see the whole frame."""
