@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -114,9 +113,9 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     try:
         with path.open("rb") as file, safe_open(path, framework="numpy") as checked:
             metadata = checked.metadata() or {}
-            (length,) = struct.unpack("<Q", file.read(8))
+            length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
-                raise SafetensorError(f"its header has {length} bytes, not {MAX_HEADER_BYTES}")
+                raise ValueError(f"its header has {length} bytes of {MAX_HEADER_BYTES} at most")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         entries = {
@@ -129,8 +128,15 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             )
             for name, value in header.items()
         }
-    # The package takes an entry that is a list, too, and json is stopped by many in each other.
-    except (SafetensorError, TypeError, ValueError, RecursionError) as error:
+    # The package takes an entry that is a list, too; and the file may be replaced after it has looked.
+    except (
+        SafetensorError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ModelFileError(
             f"{path.name} is truncated, damaged or no safetensors file ({shown(str(error))}); download it again"
         ) from error
