@@ -14,8 +14,6 @@ inside the network is BTHWC, see layers.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from einops import rearrange
 from torch import Tensor, nn
@@ -61,13 +59,6 @@ def _residual_blocks(stage: StageConfig) -> nn.ModuleList:
     return nn.ModuleList(map(ResidualBlock, dims[:-1], dims[1:]))
 
 
-def run_layers(layers: Iterable[nn.Module], x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-    """One layer after the other."""
-    for layer in layers:
-        x_bthwc = layer(x_bthwc, history)
-    return x_bthwc
-
-
 class DownStage(nn.Module):
     """Residual blocks and a downsampling step, around an averaging shortcut."""
 
@@ -79,7 +70,9 @@ class DownStage(nn.Module):
             self.downsamples.append(Downsample(config.out_dim, config.time_factor > 1))
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        h_bthwc = run_layers(self.downsamples, x_bthwc, history)
+        h_bthwc = x_bthwc
+        for layer in self.downsamples:
+            h_bthwc = layer(h_bthwc, history)
         stage = self.config
         return h_bthwc.add_(
             average_down(x_bthwc, stage.out_dim, stage.time_factor, stage.space_factor)
@@ -100,7 +93,9 @@ class UpStage(nn.Module):
             self.upsamples.append(Upsample(config.out_dim, config.time_factor > 1))
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        h_bthwc = run_layers(self.upsamples, x_bthwc, history)
+        h_bthwc = x_bthwc
+        for layer in self.upsamples:
+            h_bthwc = layer(h_bthwc, history)
         stage = self.config
         if not stage.has_resample:
             return h_bthwc
@@ -134,12 +129,15 @@ class Encoder(nn.Module):
         self.head = _head(stages[-1].out_dim, 2 * config.z_dim)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        x_bthwc = run_layers(self.downsamples, self.conv1(x_bthwc, history), history)
+        x_bthwc = self.conv1(x_bthwc, history)
+        for stage in self.downsamples:
+            x_bthwc = stage(x_bthwc, history)
         return self.leave(x_bthwc, history)
 
     def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes after the levels: all that lets a position see the whole frame."""
-        x_bthwc = run_layers(self.middle, x_bthwc, history)
+        for layer in self.middle:
+            x_bthwc = layer(x_bthwc, history)
         return norm_act_conv(self.head["0"], self.head["2"], x_bthwc, history)
 
 
@@ -155,12 +153,17 @@ class Decoder(nn.Module):
         self.head = _head(stages[-1].out_dim, PATCH_DIM)
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        x_bthwc = run_layers(self.upsamples, self.enter(x_bthwc, history), history)
+        x_bthwc = self.enter(x_bthwc, history)
+        for stage in self.upsamples:
+            x_bthwc = stage(x_bthwc, history)
         return self.leave(x_bthwc, history)
 
     def enter(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes before the levels: all that lets a position see the whole frame."""
-        return run_layers(self.middle, self.conv1(x_bthwc, history), history)
+        x_bthwc = self.conv1(x_bthwc, history)
+        for layer in self.middle:
+            x_bthwc = layer(x_bthwc, history)
+        return x_bthwc
 
     def leave(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """What comes after the levels."""
