@@ -80,13 +80,7 @@ class StoredTensor:
     def as_bytes(self) -> TensorEntry:
         """A matrix whose rows are taken as bytes."""
         rows, columns = self.shape
-        return TensorEntry(
-            dtype="U8",
-            shape=(rows, self.packing.row_bytes(columns)),
-            path=self.entry.path,
-            start=self.entry.start,
-            stop=self.entry.stop,
-        )
+        return replace(self.entry, dtype="U8", shape=(rows, self.packing.row_bytes(columns)))
 
 
 def read_encodings(

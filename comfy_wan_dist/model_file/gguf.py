@@ -32,57 +32,20 @@ MAX_DIMS = 8
 DEFAULT_ALIGNMENT = 32
 
 TYPES = {
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    6: "Q5_0",
-    7: "Q5_1",
-    8: "Q8_0",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
-    30: "BF16",
+    number: name
+    for first, names in (
+        (0, ("F32", "F16", "Q4_0", "Q4_1")),
+        (6, ("Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K")),
+        (16, ("IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS")),
+        (24, ("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16")),
+        (34, ("TQ1_0", "TQ2_0")),
+        (39, ("MXFP4", "NVFP4")),
+    )
+    for number, name in enumerate(names, first)
 }
-OTHER_TYPES = {
-    9: "Q8_1",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-}
-"""Only to be refused by name."""
+"""By ggml's numbers. Those that are no PACKINGS are here only to be refused by name."""
 
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 """Kind of a value -> its code in struct."""
 TEXT, ARRAY = 8, 9
 
@@ -90,15 +53,10 @@ WANTED = ("general.architecture", "general.alignment", "split.count")
 SHAPE_PREFIX = "comfy.gguf.orig_shape."
 
 
-def read_gguf_header(path: Path) -> tuple[int, int, dict[str, TensorEntry]]:
-    """File size, mtime in nanoseconds, and tensors with their shapes in values, rows first. Raises ModelFileError."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            entries = _Header(file, path, status.st_size).read()
-    except OSError as error:
-        raise ModelFileError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    return status.st_size, status.st_mtime_ns, entries
+def read_gguf_header(path: Path) -> dict[str, TensorEntry]:
+    """Tensors with their shapes in values, rows first. Raises ModelFileError, and OSError."""
+    with path.open("rb") as file:
+        return _Header(file, path, os.fstat(file.fileno()).st_size).read()
 
 
 @dataclass(slots=True)
@@ -184,14 +142,14 @@ class _Header:
             raise self._damaged(f"has the tensor {shown(name)} of {dims} dims")
         shape = tuple(reversed(self._unpack(f"{dims}Q")))
         number, start = self._unpack("IQ")
-        dtype = TYPES.get(number)
-        if dtype is None:
-            known = OTHER_TYPES.get(number)
+        dtype = TYPES.get(number, str(number))
+        packing = PACKINGS.get(dtype)
+        if packing is None:
+            supported = [each for each in TYPES.values() if each in PACKINGS]
             raise ModelFileError(
-                f"{self.path.name} stores {shown(name)} in the GGUF type {known or number}, which is not supported; "
-                f"choose a file of {', '.join(TYPES.values())}"
+                f"{self.path.name} stores {shown(name)} in the GGUF type {dtype}, which is not supported; "
+                f"choose a file of {', '.join(supported)}"
             )
-        packing = PACKINGS[dtype]
         columns = shape[-1] if shape else 1
         if columns % packing.items:
             raise self._damaged(

@@ -93,21 +93,28 @@ class Naming:
         path = official_path(module)
         return bare if path is None else path + dot + leaf
 
+    def knows(self, name: str) -> bool:
+        """Whether a parameter of the transformer has that name."""
+        if not name.startswith(self.prefix):
+            return False
+        bare = name[len(self.prefix) :]
+        module, _, leaf = bare.rpartition(".")
+        path = module if leaf in ("weight", "bias") else bare
+        if self.is_diffusers:
+            return official_path(path) is not None
+        if block := BLOCK.fullmatch(path):
+            return block[2] in OFFICIAL_BLOCK_PATHS
+        return path in OFFICIAL_PATHS
+
 
 def find_naming(names: Iterable[str]) -> Naming | None:
     """The naming by which most of `names` are parameters of a Wan transformer, or None if few are by any."""
-    found: Counter[Naming] = Counter()
     namings = [
         Naming(prefix=prefix, is_diffusers=is_diffusers)
         for prefix in PREFIXES
         for is_diffusers in (False, True)
     ]
-    for name in names:
-        for naming in namings:
-            if name.startswith(naming.prefix) and _is_parameter(
-                name[len(naming.prefix) :], naming.is_diffusers
-            ):
-                found[naming] += 1
+    found = Counter(naming for name in names for naming in namings if naming.knows(name))
     best = max(namings, key=lambda naming: found[naming])
     return best if found[best] >= FEWEST_NAMES else None
 
@@ -139,16 +146,6 @@ def describe(names: Collection[str]) -> str:
     if any("lora" in name for name in names):
         return "it looks like a LoRA"
     return f"its {len(names)} tensors have other names"
-
-
-def _is_parameter(name: str, is_diffusers: bool) -> bool:
-    module, _, leaf = name.rpartition(".")
-    path = module if leaf in ("weight", "bias") else name
-    if is_diffusers:
-        return official_path(path) is not None
-    if block := BLOCK.fullmatch(path):
-        return block[2] in OFFICIAL_BLOCK_PATHS
-    return path in OFFICIAL_PATHS
 
 
 # ---- in messages

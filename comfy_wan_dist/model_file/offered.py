@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
-from .files import COMPONENT_FILE, PIPELINE_NAME, index_of
+from .files import COMPONENT_FILE, PIPELINE_NAME, index_of, walk
 
 PIPELINE_LABEL = " [diffusers]"
 
@@ -69,15 +69,10 @@ def _is_pipeline(folder: str, component: str) -> bool:
 
 
 def _pipelines_below(root: str, component: str) -> Iterator[str]:
-    seen = {os.path.realpath(root)}
-    for folder, folders, _ in os.walk(root, followlinks=True):
+    for folder, folders, _ in walk(root):
         if folder != root and _is_pipeline(folder, component):
             yield folder
             folders.clear()
-        # Links may lead in a circle.
-        places = {name: os.path.realpath(os.path.join(folder, name)) for name in sorted(folders)}
-        folders[:] = [name for name, place in places.items() if place not in seen]
-        seen.update(places.values())
 
 
 def _without_detours(folders: Iterable[str], roots: Sequence[str]) -> list[str]:

@@ -16,9 +16,10 @@ from ..ipc.errors import ModelFileError
 from ..mesh.dtypes import FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
-from .encoding import StoredTensor, TensorEntry, layer_formats, packed_weights, read_encodings
+from .encoding import StoredTensor, layer_formats, packed_weights, read_encodings
+from .expected import Found
 from .header import ModelFile
-from .names import describe, find_naming, listed, official_tensors
+from .names import describe, find_naming, official_tensors
 
 FAMILY = ((48, 48), (16, 16), (36, 16))
 """Input and output channels of TI2V, text-to-video, image-to-video."""
@@ -66,10 +67,17 @@ def read_wan_file(file: ModelFile) -> WanFile:
             raise ModelFileError(
                 f"{label} is {kind}, which is not supported; choose a {SUPPORTED} file"
             )
-    shape = _shape_of(entries, label)
+    found = Found(
+        shapes={name: entry.shape for name, entry in entries.items()},
+        label=label,
+        model="a supported Wan model",
+        remedy=f"download it again, or choose a {SUPPORTED} file",
+    )
+    shape = _shape_of(found)
     layers = layer_formats(file.metadata, naming, label=label)
     stored = read_encodings(entries, layers=layers, label=label)
-    _require_parameters(stored, shape, label)
+    found = replace(found, shapes={name: found.shapes[name] for name in stored})
+    found.require(expected_parameters(shape))
     packed = tuple(packed_weights(stored))
     return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
 
@@ -89,22 +97,11 @@ def validate_experts(high: WanFile, low: WanFile) -> None:
             )
 
 
-def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
-    def dims(name: str, count: int) -> tuple[int, ...]:
-        entry = entries.get(name)
-        if entry is None:
-            raise ModelFileError(
-                f"{label} lacks the tensor {name}; the file is incomplete: download it again"
-            )
-        if len(entry.shape) != count:
-            raise ModelFileError(
-                f"{label}: {name} has shape {list(entry.shape)}; it must have {count} dims"
-            )
-        return entry.shape
-
-    dim = dims("head.modulation", 3)[2]
-    in_dim = dims("patch_embedding.weight", 5)[1]
-    token_dim = dims("head.head.weight", 2)[0]
+def _shape_of(found: Found) -> WanShape:
+    label = found.label
+    dim = found.shape("head.modulation", 3)[2]
+    in_dim = found.shape("patch_embedding.weight", 5)[1]
+    token_dim = found.shape("head.head.weight", 2)[0]
     if dim == 0 or dim % HEAD_DIM:
         raise ModelFileError(
             f"{label} has width {dim}, which is no multiple of {HEAD_DIM}: no Wan model has that"
@@ -115,18 +112,20 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
             f"output channels, which is not supported; choose a {SUPPORTED} file"
         )
     blocks = {
-        int(match[1]) for name in entries if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))
+        int(match[1])
+        for name in found.shapes
+        if (match := re.match(r"blocks\.([0-9]{1,4})\.", name))
     }
     if not blocks:
         raise ModelFileError(f"{label} has no blocks; the file is incomplete: download it again")
     shape = WanShape(
         dim=dim,
-        ffn_dim=dims("blocks.0.ffn.0.weight", 2)[0],
+        ffn_dim=found.shape("blocks.0.ffn.0.weight", 2)[0],
         num_layers=max(blocks) + 1,
         in_dim=in_dim,
         out_dim=token_dim // PATCH_POSITIONS,
-        text_dim=dims("text_embedding.0.weight", 2)[1],
-        freq_dim=dims("time_embedding.0.weight", 2)[1],
+        text_dim=found.shape("text_embedding.0.weight", 2)[1],
+        freq_dim=found.shape("time_embedding.0.weight", 2)[1],
     )
     if 0 in (shape.ffn_dim, shape.text_dim, shape.freq_dim) or shape.freq_dim % 2:
         raise ModelFileError(
@@ -134,25 +133,6 @@ def _shape_of(entries: Mapping[str, TensorEntry], label: str) -> WanShape:
             f"freq_dim {shape.freq_dim}; download it again"
         )
     return shape
-
-
-def _require_parameters(entries: Mapping[str, StoredTensor], shape: WanShape, label: str) -> None:
-    expected = expected_parameters(shape)
-    if missing := sorted(expected.keys() - entries.keys()):
-        raise ModelFileError(
-            f"{label} lacks {len(missing)} tensors, the first is {missing[0]}; the file is incomplete: "
-            "download it again"
-        )
-    if extra := sorted(entries.keys() - expected.keys()):
-        raise ModelFileError(
-            f"{label} has {len(extra)} tensors that no supported Wan model has, {listed(extra)}; "
-            "it is another kind of model"
-        )
-    for name, want in expected.items():
-        if entries[name].shape != want:
-            raise ModelFileError(
-                f"{label}: {name} has shape {list(entries[name].shape)}; its other tensors ask for {list(want)}"
-            )
 
 
 def _name_by_channels(in_dim: int, dim: int) -> str:

@@ -226,8 +226,8 @@ def test_mesh_that_does_not_fit_is_refused(
             "extra.safetensors",
             ["has 5 tensors", "'blocks.0.adapter.0.weight'", "'blocks.0.adapter.2.", "2 more"],
         ),
-        ("overlap.safetensors", ["'b' overlaps the tensor before it"]),
-        ("long_header.safetensors", ["its header has 2147483648 bytes"]),
+        ("overlap.safetensors", ["invalid offset for tensor `b`"]),
+        ("long_header.safetensors", ["header too large"]),
     ],
 )
 def test_file_that_is_no_model_is_refused(

@@ -312,21 +312,21 @@ def test_table_of_parameters_is_what_the_network_has(config: VAEConfig) -> None:
 
 @pytest.mark.parametrize("config", [VAEConfig(), TINY, OTHER], ids=["published", "tiny", "other"])
 def test_config_is_read_back_from_shapes(config: VAEConfig) -> None:
-    assert vae_config_of(vae_parameters(config)) == config
+    assert vae_config_of(vae_parameters(config), label="file") == config
 
 
 def test_config_refuses_any_tensor_missing_added_or_of_another_shape() -> None:
     shapes = vae_parameters(SMALLEST)
     with pytest.raises(ModelFileError, match="wan2.2_vae.safetensors"):
-        vae_config_of({})
+        vae_config_of({}, label="file")
     for i, (name, shape) in enumerate(shapes.items()):
         changed = {key: value for key, value in shapes.items() if key != name}
         if i % 2:
             changed[name] = ((), (*shape, 1), (shape[0] + 1, *shape[1:]))[i // 2 % 3]
         with pytest.raises(ModelFileError, match="wan2.2_vae.safetensors"):
-            vae_config_of(changed)
+            vae_config_of(changed, label="file")
     with pytest.raises(ModelFileError, match=r"1 tensors .*, 'decoder\.extra';"):
-        vae_config_of({**shapes, "decoder.extra": (1,)})
+        vae_config_of({**shapes, "decoder.extra": (1,)}, label="file")
 
 
 def test_config_refuses_sizes_without_a_shortcut() -> None:

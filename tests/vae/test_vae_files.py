@@ -98,7 +98,7 @@ def test_every_tensor_of_diffusers_own_vae_has_an_official_name(config: VAEConfi
     official = official_vae_tensors(of_diffusers(config), label="x")
     shapes = {name: tuple(value.shape) for name, value in official.items()}
     assert shapes == vae_parameters(config)
-    assert vae_config_of(shapes) == config
+    assert vae_config_of(shapes, label="file") == config
 
 
 def wan21_of_diffusers() -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def without(name: str) -> dict[str, Tensor]:
         ),
         (
             lambda: without("") | {"conv2.weight": torch.zeros(48, 48, 1, 1, 2)},
-            "conv2.weight of the VAE file has shape [48, 48, 1, 1, 2]",
+            "conv2.weight has shape [48, 48, 1, 1, 2]",
         ),
         (
             lambda: without("") | {"conv2.bias": torch.zeros(48).to(torch.float8_e4m3fn)},
@@ -191,5 +191,5 @@ def test_truncated_file_is_refused(tmp_path: Path, weights: dict[str, Tensor]) -
     path = tmp_path / "vae.safetensors"
     save_file(weights, path)
     os.truncate(path, path.stat().st_size - 1000)
-    with pytest.raises(ModelFileError, match=r"^vae\.safetensors has .* download it again"):
+    with pytest.raises(ModelFileError, match=r"^vae\.safetensors is truncated.* download it again"):
         loaded(path)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec, VAESpec
+from comfy_wan_dist.model_file.files import walk
 from comfy_wan_dist.model_file.header import ModelFile, content_of, read_model_file
 
 Spec = ModelSpec | LoraSpec | VAESpec
@@ -69,13 +70,6 @@ class CopiedFiles:
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
         if self._folder is not None:
-            seen = set()
-            for folder, folders, names in os.walk(self._folder, followlinks=True):
-                place = os.path.realpath(folder)
-                if place in seen:  # links may lead in a circle
-                    folders.clear()
-                    continue
-                seen.add(place)
-                folders.sort()
+            for folder, _, names in walk(self._folder):
                 if path.name in names:
                     yield Path(folder, path.name)

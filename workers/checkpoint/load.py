@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS, Packing
-from comfy_wan_dist.mesh.parameters import Slice, parameter_slice
-from comfy_wan_dist.model_file.encoding import StoredTensor, TensorEntry
+from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS
+from comfy_wan_dist.mesh.parameters import parameter_slice
+from comfy_wan_dist.model_file.encoding import StoredTensor
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
 from workers.parallel.groups import MeshGroups
 from workers.quant.blocks import pack_q8_0, unpack_blocks
-from workers.quant.packed import PackedWeight, official_name, packed_weights
+from workers.quant.packed import PackedWeight, official_name, packed_weights, stored_of
 
 from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
@@ -42,8 +42,8 @@ class ParameterPart:
     target: Tensor
     packed: PackedWeight | None
     rows: range
-    columns: Slice | None
-    peer_columns: tuple[Slice, ...]
+    columns: range | None
+    peer_columns: tuple[range, ...]
     is_shared: bool
     is_whole: bool
 
@@ -60,14 +60,11 @@ class ParameterPart:
     @property
     def own_columns(self) -> range:
         """Those that the rank's memory has values of; of packed ones all in its blocks."""
-        if self.packed is not None and self.packed.encoding in BLOCKS:
-            items, size = BLOCKS[self.packed.encoding]
-            return range(
-                self.packed.stored.start // size * items, self.packed.stored.stop // size * items
-            )
-        if self.columns is None:
-            return range(self.width)
-        return range(self.columns.start, self.columns.stop)
+        if self.packed is not None:
+            stored, packing = self.packed.stored, self.packed.packing
+            first, stop = (place // packing.size for place in (stored.start, stored.stop))
+            return range(first * packing.items, stop * packing.items)
+        return range(self.width) if self.columns is None else self.columns
 
     def holders(self, groups: ReadGroups) -> AxisGroup:
         """Who reads the same of this parameter."""
@@ -77,65 +74,52 @@ class ParameterPart:
 
     def load(self, reader: SharedReader) -> None:
         """Fill the rank's memory with what the file has."""
-        packed, holders = self.packed, self.holders(reader.groups)
-        rows = Slice(dim=0, start=self.rows.start, stop=self.rows.stop)
-        if packed is None:
-            reader.read_into(
-                self.target,
-                self.stored.entry,
-                holders=holders,
-                rows=rows,
-                columns=self.columns,
-                peer_columns=self.peer_columns,
-            )
-            return
+        target, entry, packed = self.target, self.stored.entry, self.packed
+        columns, peer_columns = self.columns, self.peer_columns
+        if packed is not None:
+            target, entry = target.view(torch.uint8), self.stored.as_bytes
+            columns = None if columns is None else packed.stored
+            peer_columns = tuple(stored_of(each, packed.packing) for each in peer_columns)
         reader.read_into(
-            self.target.view(torch.uint8),
-            self.stored.as_bytes,
-            holders=holders,
-            rows=rows,
-            columns=None if self.columns is None else packed.stored,
-            peer_columns=tuple(map(packed.stored_of, self.peer_columns)),
+            target,
+            entry,
+            holders=self.holders(reader.groups),
+            rows=self.rows,
+            columns=columns,
+            peer_columns=peer_columns,
         )
-        if self.stored.scale is not None:
-            assert packed.scale is not None
-            packed.scale.fill_(self._scale(reader, self.stored.scale))
+        if packed is not None and packed.scale is not None:
+            packed.scale.fill_(self._scale(reader))
 
     def read(self, reader: SharedReader, rows: range, columns: range) -> Tensor:
         """Any rows and columns of the parameter as the file has them, float32."""
         entry, device = self.stored.entry, self.target.device
         holders = self.holders(reader.groups)
-        packing: Packing = PACKINGS[entry.dtype]
-        blocks = packing.covering(columns.start, columns.stop)
-        of_rows = Slice(dim=0, start=rows.start, stop=rows.stop)
         if entry.dtype in BLOCKS:
-            size = packing.size
-            data = torch.zeros(len(rows), len(blocks) * size, dtype=torch.uint8, device=device)
-            part = Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
-            reader.read_into(
-                data, self.stored.as_bytes, holders=holders, rows=of_rows, columns=part
-            )
-            first = columns.start - blocks.start * packing.items
-            return unpack_blocks(data, entry.dtype).narrow(1, first, len(columns)).contiguous()
+            packing = PACKINGS[entry.dtype]
+            part = stored_of(columns, packing)
+            data = torch.zeros(len(rows), len(part), dtype=torch.uint8, device=device)
+            reader.read_into(data, self.stored.as_bytes, holders=holders, rows=rows, columns=part)
+            values = unpack_blocks(data, entry.dtype)
+            return values.narrow(1, columns.start % packing.items, len(columns)).contiguous()
         values = torch.zeros(len(rows), len(columns), device=device)
         is_whole = len(columns) == self.width
         reader.read_into(
             values,
             replace(entry, shape=(entry.shape[0], self.width)),
             holders=holders,
-            rows=of_rows,
-            columns=None if is_whole else Slice(dim=1, start=columns.start, stop=columns.stop),
+            rows=rows,
+            columns=None if is_whole else columns,
             # Packed again, the tp ranks' columns are of whole blocks, and not as many on each.
             peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
         )
-        if self.stored.scale is not None:
-            values.mul_(self._scale(reader, self.stored.scale))
-        return values
+        return values if self.stored.scale is None else values.mul_(self._scale(reader))
 
-    def _scale(self, reader: SharedReader, entry: TensorEntry) -> float:
+    def _scale(self, reader: SharedReader) -> float:
         """The weight's scale. `reader` keeps ModelFileError for one that no weight can have."""
+        assert self.stored.scale is not None
         scale = torch.ones(1, device=self.target.device)
-        reader.read_into(scale, entry, holders=self.holders(reader.groups))
+        reader.read_into(scale, self.stored.scale, holders=self.holders(reader.groups))
         value = scale.item()
         reader.attempt(lambda: validate_scale(value, self.name))
         return value
@@ -175,7 +159,7 @@ def own_parts(model: WanModel, file: WanFile, groups: MeshGroups) -> Sequence[Pa
         cut = cuts[groups.tp.rank]
         first = cut.start if cut is not None and cut.dim == 0 else 0
         target, rows = local_part(parameter, groups.fsdp)
-        columns = tuple(each for each in cuts if each is not None and each.dim == 1)
+        columns = tuple(range(each.start, each.stop) for each in cuts if each and each.dim == 1)
         is_shared = target is not parameter
         parts.append(
             ParameterPart(

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.model_file.encoding import TensorEntry
 from workers.model.dtypes import dtype_coded
 
@@ -32,12 +30,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
@@ -47,12 +40,12 @@ class TensorReader:
         target: Tensor,
         entry: TensorEntry,
         *,
-        rows: Slice | None = None,
-        columns: Slice | None = None,
+        rows: range | None = None,
+        columns: range | None = None,
     ) -> None:
-        """Fill `target` (contiguous; any type and device) with the entry, or with slices of its dims 0 and 1.
+        """Fill `target` (contiguous; any type and device) with the entry, or with some of its rows and columns.
 
-        Only the bytes of `rows` are read; a slice of columns passes over whole rows. Raises ModelFileError.
+        Only the bytes of `rows` are read; of columns it passes over whole rows. Raises ModelFileError.
         """
         start = entry.start
         if rows is not None:
@@ -72,7 +65,7 @@ class TensorReader:
             piece = flat[first : first + items]
             piece.copy_(self._buffered(entry, start + first * dtype.itemsize, piece.numel()))
 
-    def _read_columns(self, target: Tensor, entry: TensorEntry, start: int, part: Slice) -> None:
+    def _read_columns(self, target: Tensor, entry: TensorEntry, start: int, part: range) -> None:
         rows, columns = target.shape[0], entry.shape[1]
         itemsize = dtype_coded(entry.dtype).itemsize
         at_once = max(1, BUFFER_BYTES // (columns * itemsize))

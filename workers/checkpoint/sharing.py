@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Protocol, TypeVar
 
 import torch
@@ -21,7 +23,6 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.degrees import AXES
 from comfy_wan_dist.mesh.layout import REPLICATING_AXES, groups
-from comfy_wan_dist.mesh.parameters import Slice
 from comfy_wan_dist.mesh.shards import shard_range
 from comfy_wan_dist.model_file.encoding import TensorEntry
 from workers.model.dtypes import dtype_coded
@@ -67,7 +68,11 @@ def build_read_groups(
     """
 
     def here(*axes: str) -> AxisGroup:
-        sets = list(_by_machine(groups(plane.layout, axes), local_ranks))
+        sets = [
+            tuple(ranks)
+            for group in groups(plane.layout, axes)  # in ascending order
+            for _, ranks in groupby(group, key=lambda rank: rank // local_ranks)
+        ]
         # What a job's ledger counts is compared with its plan, which knows of no load.
         return replace(plane.axis_group("read", sets), ledger=Ledger())
 
@@ -81,13 +86,6 @@ def build_read_groups(
         # For all of a machine's ranks or for none: the replicas of a rank that has peers must have theirs.
         peers=lone_rank("read") if local_ranks % plane.layout.tp else peers,
     )
-
-
-def _by_machine(sets: Sequence[tuple[int, ...]], local_ranks: int) -> Iterator[tuple[int, ...]]:
-    for ranks in sets:
-        machines = sorted({rank // local_ranks for rank in ranks})
-        for machine in machines:
-            yield tuple(rank for rank in ranks if rank // local_ranks == machine)
 
 
 class SharedReader:
@@ -106,8 +104,8 @@ class SharedReader:
         self.alone.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.alone.__exit__(None, None, None)
+    def __exit__(self, *_: object) -> None:
+        self.alone.__exit__()
 
     @property
     def bytes_read(self) -> int:
@@ -144,9 +142,9 @@ class SharedReader:
         entry: TensorEntry,
         *,
         holders: AxisGroup,
-        rows: Slice | None = None,
-        columns: Slice | None = None,
-        peer_columns: Sequence[Slice] = (),
+        rows: range | None = None,
+        columns: range | None = None,
+        peer_columns: Sequence[range] = (),
     ) -> None:
         """As `TensorReader.read_into`, for all of `holders`, who read the same.
 
@@ -166,25 +164,21 @@ class SharedReader:
             holders.broadcast(target.view(-1).view(torch.uint8), turn)
 
     def _read_with_peers(
-        self, target: Tensor, entry: TensorEntry, rows: Slice | None, columns: Sequence[Slice]
+        self, target: Tensor, entry: TensorEntry, rows: range | None, columns: Sequence[range]
     ) -> None:
         peers = self.groups.peers
-        first, count = (0, entry.shape[0]) if rows is None else (rows.start, rows.stop - rows.start)
+        rows = range(entry.shape[0]) if rows is None else rows
         dtype = dtype_coded(entry.dtype)
         row_bytes = entry.size // entry.shape[0]
-        widths = [(each.stop - each.start) * dtype.itemsize for each in columns]
+        as_bytes = replace(entry, dtype="U8", shape=(entry.shape[0], row_bytes))
+        widths = [len(each) * dtype.itemsize for each in columns]
         at_once = max(peers.size, BUFFER_BYTES // row_bytes)
-        for start in range(0, count, at_once):
-            shard = shard_range(min(at_once, count - start), parts=peers.size, rank=peers.rank)
+        for start in range(0, len(rows), at_once):
+            some = rows[start : start + at_once]
+            shard = shard_range(len(some), parts=peers.size, rank=peers.rank)
             own = torch.zeros(shard.size, row_bytes, dtype=torch.uint8)
-            place = first + start + shard.start
-            self.attempt(
-                lambda own=own, place=place: self.alone.read_into(  # type: ignore[misc]
-                    own,
-                    replace(entry, dtype="U8", shape=(entry.shape[0], row_bytes)),
-                    rows=Slice(dim=0, start=place, stop=place + own.shape[0]),
-                )
-            )
+            own_rows = some[shard.start : shard.stop]
+            self.attempt(partial(self.alone.read_into, own, as_bytes, rows=own_rows))
             parts = [
                 own[:, each.start * dtype.itemsize : each.stop * dtype.itemsize].flatten()
                 for each in columns
@@ -194,8 +188,7 @@ class SharedReader:
                 send=[shard.size * width for width in widths],
                 receive=[size * widths[peers.rank] for size in shard.sizes],
             )
-            values = got.view(dtype).view(sum(shard.sizes), -1)
-            target[start : start + sum(shard.sizes)] = values
+            target[start : start + len(some)] = got.view(dtype).view(len(some), -1)
 
 
 def in_sections(items: Sequence[T], size: Callable[[T], int]) -> Iterator[tuple[list[T], int, int]]:

@@ -24,9 +24,9 @@ from comfy_wan_dist.ipc.errors import CONFIG_ERRORS, JobCancelled, RemoteError
 REPORT_BYTES = 32 * 2**10
 """Bytes of one failure report: class name, message and traceback, each UTF-8 and cut to fit."""
 
-_LENGTHS = struct.Struct("<3H")
 _NAME_BYTES, _MESSAGE_BYTES = 128, 8 * 2**10
-_TRACEBACK_BYTES = REPORT_BYTES - _LENGTHS.size - _NAME_BYTES - _MESSAGE_BYTES
+_TRACEBACK_BYTES = REPORT_BYTES - _NAME_BYTES - _MESSAGE_BYTES
+_REPORT = struct.Struct(f"{_NAME_BYTES}s{_MESSAGE_BYTES}s{_TRACEBACK_BYTES}s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,8 @@ class Agreement:
         ballot = torch.tensor([key, number, vote, -vote], dtype=torch.int64, device="cpu")
         if self._group is not None:
             work = dist.all_reduce(ballot, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-            _finish(work, timeout_s)
+            assert work is not None, "every rank of the group votes"
+            work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
         lowest_key, least, lowest_vote, highest_vote = ballot.tolist()
         if lowest_key < none:
             self._failure = self._share_failure(lowest_key % self._size, error, earlier)
@@ -136,11 +137,11 @@ class Agreement:
     def _share_failure(
         self, failed_rank: int, error: Exception | None, earlier: SharedFailure | None
     ) -> SharedFailure:
-        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8, device="cpu")
+        packed = bytes(REPORT_BYTES)
         if failed_rank == self._rank:
             assert error is not None, "only a rank with an error votes its own number"
             packed = _pack_report(error, earlier)
-            report[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        report = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         if self._group is not None:
             dist.broadcast(report, src=failed_rank, group=self._group)
         name, message, trace = _unpack_report(bytes(report.tolist()))
@@ -171,33 +172,22 @@ def error_name(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _finish(work: dist.Work | None, timeout_s: float | None) -> None:
-    assert work is not None, "every rank of the group votes"
-    if timeout_s is None:
-        work.wait()
-    else:
-        work.wait(timedelta(seconds=timeout_s))
-
-
 def _pack_report(error: Exception, earlier: SharedFailure | None = None) -> bytes:
     if earlier is None:
         name, message = error_name(error), str(error)
         trace = "".join(traceback.format_exception(error))
     else:
         name, message, trace = earlier.name, earlier.message, earlier.traceback
-    parts = (
-        name.encode()[:_NAME_BYTES],
-        message.encode(errors="backslashreplace")[:_MESSAGE_BYTES],
-        trace.encode(errors="backslashreplace")[-_TRACEBACK_BYTES:],  # its end says most
+    # Padded with zeros or cut to fit; of a traceback the end says most.
+    return _REPORT.pack(
+        name.encode(),
+        message.encode(errors="backslashreplace"),
+        trace.encode(errors="backslashreplace")[-_TRACEBACK_BYTES:],
     )
-    return _LENGTHS.pack(*map(len, parts)) + b"".join(parts)
 
 
 def _unpack_report(report: bytes) -> tuple[str, str, str]:
-    end = _LENGTHS.size
-    texts = []
-    for length in _LENGTHS.unpack_from(report):
-        texts.append(report[end : end + length].decode(errors="ignore"))
-        end += length
-    name, message, trace = texts
+    name, message, trace = (
+        text.rstrip(b"\0").decode(errors="ignore") for text in _REPORT.unpack(report)
+    )
     return name, message, trace

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +36,14 @@ class Ledger:
     def __init__(self) -> None:
         self._calls: Counter[LineKey] = Counter()
         self._bytes: Counter[LineKey] = Counter()
-        self._spans: dict[LineKey, list[Span]] = {}
+        self._spans: defaultdict[LineKey, list[Span]] = defaultdict(list)
 
-    def book(self, op: str, axis: str, *tensors: Tensor) -> Stopwatch:
-        """One call that takes `tensors`, of one type and device. The time spent in the returned context is its."""
-        key = (op, axis, str(tensors[0].dtype).removeprefix("torch."))
+    def book(self, op: str, axis: str, x: Tensor) -> AbstractContextManager[None]:
+        """One call that takes `x`. The time spent in the returned context is its."""
+        key = (op, axis, str(x.dtype).removeprefix("torch."))
         self._calls[key] += 1
-        self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        kind = StreamStopwatch if tensors[0].device.type == "cuda" else Stopwatch
-        return kind(self._spans.setdefault(key, []))
+        self._bytes[key] += x.nbytes
+        return timed(self._spans[key], x.device)
 
     def clear(self) -> None:
         self._calls.clear()
@@ -59,42 +59,31 @@ class Ledger:
                 dtype=key[2],
                 calls=self._calls[key],
                 bytes=self._bytes[key],
-                seconds=sum(span() for span in self._spans.get(key, [])),
+                seconds=sum(span() for span in self._spans[key]),
             )
             for key in sorted(self._calls)
         )
 
 
-class Stopwatch:
-    """Times a block by the clock; the span goes to `spans`."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        self._spans = spans
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        self._spans.append(lambda: seconds)
-
-
-class StreamStopwatch(Stopwatch):
-    """The same for the current stream of a CUDA device, without waiting for it."""
-
-    def __enter__(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._begin.record()
-
-    def __exit__(self, *_: object) -> None:
-        begin, end = self._begin, torch.cuda.Event(enable_timing=True)
+@contextlib.contextmanager
+def timed(spans: list[Span], device: torch.device) -> Iterator[None]:
+    """Add to `spans` what the block took: by the clock, or on CUDA of the current stream without waiting for it."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
         end.record()
 
         def seconds() -> float:
             end.synchronize()
             return float(begin.elapsed_time(end)) / 1000
 
-        self._spans.append(seconds)
+        spans.append(seconds)
+    else:
+        started = time.perf_counter()
+        yield
+        passed = time.perf_counter() - started
+        spans.append(lambda: passed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +93,7 @@ class Exchange:
     transfers: tuple[dist.Work, ...] = ()
     arriving: tuple[Tensor, ...] = ()
     leaving: tuple[Tensor, ...] = ()
-    stopwatch: Stopwatch | None = None
+    stopwatch: AbstractContextManager[None] | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
         """What has arrived, once all is done."""
@@ -164,21 +153,9 @@ class AxisGroup:
         """Start sending x to the next rank of the ring and receiving `receive` rows of dim 0 from the one before."""
         if self.size == 1:
             return Exchange(arriving=(x,))
-        x = x.contiguous()
-        stopwatch = self.ledger.book("send", self.axis, x)
         out = x.new_empty((receive, *x.shape[1:]))
-        # Peers are numbered over the plane, whatever the group: rank 1 of the group [2, 3] is 3.
-        following = self.ranks[(self.rank + 1) % self.size]
-        previous = self.ranks[(self.rank - 1) % self.size]
-        transfers = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, following, self.group),
-                dist.P2POp(dist.irecv, out, previous, self.group),
-            ]
-        )
-        return Exchange(
-            transfers=tuple(transfers), arriving=(out,), leaving=(x,), stopwatch=stopwatch
-        )
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self.exchange({following: x.contiguous()}, {previous: out})
 
     def exchange(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]) -> Exchange:
         """Start sending `send[i]` to rank i of the group and filling `receive[i]` from it, all at once.
@@ -187,6 +164,7 @@ class AxisGroup:
         """
         operations = []
         stopwatch = None
+        # Peers are numbered over the plane, whatever the group: rank 1 of the group [2, 3] is 3.
         for rank, x in send.items():
             stopwatch = self.ledger.book("send", self.axis, x)
             operations.append(dist.P2POp(dist.isend, x, self.ranks[rank], self.group))
@@ -229,10 +207,7 @@ class AxisGroup:
         """
         if self.size == 1:
             return x
-        padded = pad_rows(x.contiguous(), max(sizes))
-        out = padded.new_empty((self.size, *padded.shape))
-        with self.ledger.book("all_gather", self.axis, padded):
-            gather_into(out.flatten(0, 1), padded, self.group)
+        out = self.all_gather(pad_rows(x.contiguous(), max(sizes)))
         if len(set(sizes)) == 1:
             return out.flatten(0, 1)
         return torch.cat([part[:size] for part, size in zip(out, sizes, strict=True)])
@@ -255,8 +230,7 @@ def gather_into(
 ) -> dist.Work | None:
     """all_gather into one tensor of the ranks' x end to end, under the name that this torch has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, x, group=group, async_op=async_op)
-    return work
+    return gather(out, x, group=group, async_op=async_op)
 
 
 def scatter_sums(out: Tensor, x: Tensor, group: dist.ProcessGroup | None) -> None:

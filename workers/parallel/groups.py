@@ -49,9 +49,7 @@ class PlaneGroups:
         self.layout = layout
         self.rank = rank
         self.ledger = Ledger()
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        # Groups of its own, so that gathering the next block's weights does not queue up with a block's exchanges.
-        self._weight_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
 
     def for_mesh(self, degrees: MeshDegrees) -> MeshGroups:
         """Groups of a mesh with this plane's weights. Raises MeshError for another one.
@@ -75,36 +73,35 @@ class PlaneGroups:
             rank=self.rank,
             **by_axis,
             cp=cp,
-            fsdp=self._join(
+            # A group of its own, so that gathering the next block's weights does not queue up with a block's exchanges.
+            fsdp=self.axis_group(
                 "fsdp",
                 groups(self.layout, REPLICATING_AXES if degrees.fsdp else ()),
-                self._weight_groups,
+                carries="weights",
             ),
             ledger=self.ledger,
         )
 
-    def axis_group(self, name: str, rank_sets: Sequence[tuple[int, ...]]) -> AxisGroup:
+    def axis_group(
+        self, name: str, rank_sets: Sequence[tuple[int, ...]], *, carries: str = "activations"
+    ) -> AxisGroup:
         """This rank's group of `rank_sets`, disjoint sets of the plane's ranks; a group of one if none has it.
 
-        Collectives: one `new_group` for each set that was not there before.
+        carries: what does not queue up with anything else. Collectives: one `new_group` for each set that was not there
+        before.
         """
-        return self._join(name, rank_sets, self._groups)
-
-    def _join(
-        self,
-        name: str,
-        rank_sets: Sequence[tuple[int, ...]],
-        made: dict[tuple[int, ...], dist.ProcessGroup | None],
-    ) -> AxisGroup:
         own: tuple[int, ...] = (self.rank,)
         for ranks in [own, *rank_sets]:
-            if ranks not in made:
-                assert list(ranks) == sorted(ranks), (
-                    "new_group numbers its ranks in ascending order"
-                )
-                made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if (carries, ranks) not in self._groups:
+                assert ranks == tuple(sorted(ranks)), "new_group numbers its ranks in that order"
+                group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+                self._groups[carries, ranks] = group
             if self.rank in ranks:
                 own = ranks
         return AxisGroup(
-            axis=name, ranks=own, rank=own.index(self.rank), group=made[own], ledger=self.ledger
+            axis=name,
+            ranks=own,
+            rank=own.index(self.rank),
+            group=self._groups[carries, own],
+            ledger=self.ledger,
         )

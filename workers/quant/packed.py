@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from comfy_wan_dist.mesh.dtypes import BLOCKS, Packing
-from comfy_wan_dist.mesh.parameters import Slice
 from workers.model.dtypes import dtype_coded
 from workers.model.wan import WanModel
 
@@ -36,24 +35,17 @@ class PackedWeight(nn.Module):
         """held: the meta tensor whose place this takes. first: which column of the full matrix its first one is."""
         super().__init__()
         rows, columns = held.shape
-        blocks = packing.covering(first, first + columns)
         self.packing = packing
         self.encoding = packing.encoding
         self.dtype = held.dtype
-        self.skipped = first - blocks.start * packing.items
+        self.skipped = first % packing.items
         self.columns = columns
-        self.stored = self.stored_of(Slice(dim=1, start=first, stop=first + columns))
-        width = len(blocks) * packing.size
+        self.stored = stored_of(range(first, first + columns), packing)
         dtype = dtype_coded("U8" if packing.encoding in BLOCKS else packing.encoding)
-        data = torch.empty(rows, width, dtype=dtype, device=held.device)
+        data = torch.empty(rows, len(self.stored), dtype=dtype, device=held.device)
         self.data = nn.Parameter(data, requires_grad=False)
         scale = torch.empty((), device=held.device) if packing.is_scaled else None
         self.register_buffer("scale", scale)
-
-    def stored_of(self, columns: Slice) -> Slice:
-        """The bytes of a row in which those columns of the full matrix lie."""
-        blocks, size = self.packing.covering(columns.start, columns.stop), self.packing.size
-        return Slice(dim=1, start=blocks.start * size, stop=blocks.stop * size)
 
     def forward(self) -> Tensor:
         """The values, [rows, columns] in the model's dtype."""
@@ -63,6 +55,12 @@ class PackedWeight(nn.Module):
         if self.scale is None:
             return self.data.to(self.dtype)
         return self.data.float().mul_(self.scale).to(self.dtype)
+
+
+def stored_of(columns: range, packing: Packing) -> range:
+    """The bytes of a packed matrix's row in which those columns lie."""
+    blocks = packing.covering(columns.start, columns.stop)
+    return range(blocks.start * packing.size, blocks.stop * packing.size)
 
 
 class _UnpacksWeight:

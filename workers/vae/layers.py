@@ -27,6 +27,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from torch import Tensor, nn
 
 Prepare = Callable[[Tensor], Tensor]
@@ -191,8 +192,7 @@ def norm_act_conv(
     norm: nn.Module, conv: nn.Module, x_bthwc: Tensor, history: FrameHistory
 ) -> Tensor:
     """Apply norm, SiLU and a causal convolution; x is left as it is."""
-    y_bthwc: Tensor = conv(x_bthwc, history, lambda x: F.silu(norm(x), inplace=True))
-    return y_bthwc
+    return conv(x_bthwc, history, lambda x: F.silu(norm(x), inplace=True))
 
 
 class ResidualBlock(nn.Module):
@@ -234,10 +234,9 @@ class FrameAttention(nn.Module):
         self.attention: Attention = frame_attention
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        qkv_nlc: Tensor = self.to_qkv(self.norm(x_bthwc)).flatten(2, 3).flatten(0, 1)
+        qkv_nlc = self.to_qkv(self.norm(x_bthwc)).flatten(2, 3).flatten(0, 1)
         y_nlc = self.attention(*qkv_nlc.chunk(3, dim=-1))
-        y_bthwc: Tensor = self.proj(y_nlc).view(x_bthwc.shape)
-        return y_bthwc.add_(x_bthwc)
+        return self.proj(y_nlc).view(x_bthwc.shape).add_(x_bthwc)
 
 
 class Downsample(nn.Module):
@@ -254,21 +253,16 @@ class Downsample(nn.Module):
         self.time_conv = CausalConv3d(dim, dim, (3, 1, 1), time_stride=2) if is_temporal else None
 
     def forward(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        y_bthwc: Tensor = self.resample["1"](x_bthwc)
+        y_bthwc = self.resample["1"](x_bthwc)
         if self.time_conv is None:
             return y_bthwc
         if not history.is_start:
-            return self._halve_time(y_bthwc, history)
+            return self.time_conv(y_bthwc, history)
         first, later = y_bthwc[:, :1], y_bthwc[:, 1:]
         history.prime(self.time_conv, first)
         if later.shape[1] == 0:
             return first
-        return torch.cat([first, self._halve_time(later, history)], dim=1)
-
-    def _halve_time(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
-        assert self.time_conv is not None
-        y_bthwc: Tensor = self.time_conv(x_bthwc, history)
-        return y_bthwc
+        return torch.cat([first, self.time_conv(later, history)], dim=1)
 
 
 class Upsample(nn.Module):
@@ -294,17 +288,14 @@ class Upsample(nn.Module):
             if x_bthwc.shape[1] > 1:
                 later = self._double_time(x_bthwc[:, 1:], history).flatten(1, 2).unsqueeze(2)
                 x_btshwc = torch.cat([x_btshwc, later], dim=1)
-        batch, steps, per_step, height, width, dim = x_btshwc.shape
         # One copy puts frames in order and repeats every row and column (nearest neighbour).
-        repeated = x_btshwc[:, :, :, :, None, :, None].expand(-1, -1, -1, -1, 2, -1, 2, -1)
-        x_bthwc = repeated.reshape(batch, steps * per_step, 2 * height, 2 * width, dim)
-        y_bthwc: Tensor = self.resample["1"](x_bthwc)
-        return y_bthwc
+        x_bthwc = repeat(x_btshwc, "b t s h w c -> b (t s) (h 2) (w 2) c")
+        return self.resample["1"](x_bthwc)
 
     def _double_time(self, x_bthwc: Tensor, history: FrameHistory) -> Tensor:
         """Return [B, T, 2, H, W, C]: the two frames that each frame becomes."""
         assert self.time_conv is not None
-        y_bthwc: Tensor = self.time_conv(x_bthwc, history)
+        y_bthwc = self.time_conv(x_bthwc, history)
         return torch.unflatten(y_bthwc, -1, (2, -1)).movedim(-2, 2)
 
 

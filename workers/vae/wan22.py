@@ -15,6 +15,7 @@ inside the network is BTHWC, see layers.py.
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from comfy_wan_dist.mesh.vae_shape import PATCH, PATCH_DIM, StageConfig, VAEConfig
@@ -40,14 +41,12 @@ def patchify(x_bcfhw: Tensor) -> Tensor:
 
     Channel order (colour, column, row): columns before rows.
     """
-    x = torch.unflatten(torch.unflatten(x_bcfhw, 4, (-1, PATCH)), 3, (-1, PATCH))  # B C F H y W x
-    return x.permute(0, 2, 3, 5, 1, 6, 4).flatten(4)
+    return rearrange(x_bcfhw, "b c f (h y) (w x) -> b f h w (c x y)", y=PATCH, x=PATCH)
 
 
 def unpatchify(x_bthwc: Tensor) -> Tensor:
     """Undo `patchify`: [B, F, H/2, W/2, 12] -> [B, 3, F, H, W], contiguous."""
-    x = torch.unflatten(x_bthwc, 4, (-1, PATCH, PATCH))  # B F H W C x y
-    return x.permute(0, 4, 1, 2, 6, 3, 5).flatten(5).flatten(3, 4)
+    return rearrange(x_bthwc, "b f h w (c x y) -> b c f (h y) (w x)", y=PATCH, x=PATCH)
 
 
 def as_pictures(x_bthwc: Tensor) -> Tensor:
@@ -210,8 +209,7 @@ class WanVAE(nn.Module):
 
     def decoder_input(self, z_bcthw: Tensor) -> Tensor:
         """[B, z_dim, T, h, w] -> [B, T, h, w, z_dim]."""
-        x_bthwc: Tensor = self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
-        return x_bthwc
+        return self.conv2(z_bcthw.to(self.dtype).movedim(1, -1))
 
     def encode_chunk(self, pixels_bcfhw: Tensor, history: FrameHistory) -> Tensor:
         """Encode the next F pixel frames of a run, in [-1, 1], to the raw mean.
@@ -223,5 +221,4 @@ class WanVAE(nn.Module):
 
     def mean_of(self, x_bthwc: Tensor) -> Tensor:
         """The encoder's output as the raw mean [B, z_dim, T, h, w]."""
-        mean_bthwc: Tensor = self.conv1(x_bthwc)[..., : self.config.z_dim]
-        return mean_bthwc.movedim(-1, 1).contiguous()
+        return self.conv1(x_bthwc)[..., : self.config.z_dim].movedim(-1, 1).contiguous()

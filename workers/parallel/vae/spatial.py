@@ -109,9 +109,8 @@ class GatheredAttention:
         self.inner = inner
 
     def __call__(self, q_nlc: Tensor, k_nlc: Tensor, v_nlc: Tensor) -> Tensor:
-        held = torch.stack([k_nlc, v_nlc]).transpose(
-            0, 2
-        )  # [L_local, N, 2, C]: ranks are runs of dim 0
+        # [L_local, N, 2, C]: ranks are runs of dim 0.
+        held = torch.stack([k_nlc, v_nlc]).transpose(0, 2)
         k_nlc, v_nlc = self.space.gather_rows(held, self.sizes).transpose(0, 2)
         return self.inner(q_nlc, k_nlc, v_nlc)
 

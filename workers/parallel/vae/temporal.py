@@ -38,22 +38,16 @@ class RelayedHistory(FrameHistory):
         active = sum(size > 0 for size in self._chunks[self._index])
         if active == 1:
             return super().extend(conv, x_bthwc, frames)
-        is_last_chunk = self._index + 1 == len(self._chunks)
         tail_bthwc = x_bthwc[:, -frames:].contiguous()
-        send: dict[int, Tensor] = {}
-        if rank + 1 < active:
-            send[rank + 1] = tail_bthwc
-        elif not is_last_chunk:
-            send[0] = tail_bthwc
-        receive: dict[int, Tensor] = {}
-        if rank > 0:
-            receive[rank - 1] = torch.empty_like(tail_bthwc)
-        elif not is_last_chunk:
-            receive[active - 1] = torch.empty_like(tail_bthwc)
+        # The first rank looks back on the last one's frames of the chunk before.
+        senders = range(active) if self._index + 1 < len(self._chunks) else range(active - 1)
+        send = {(rank + 1) % active: tail_bthwc} if rank in senders else {}
+        previous = (rank - 1) % active
+        receive = {previous: torch.empty_like(tail_bthwc)} if previous in senders else {}
         self._time.exchange(send, receive).wait()
         if rank > 0:
-            return torch.cat([receive[rank - 1], x_bthwc], dim=1)
+            return torch.cat([receive[previous], x_bthwc], dim=1)
         earlier = self._frames.get(conv)
-        if not is_last_chunk:
-            self._frames[conv] = receive[active - 1]
+        if receive:
+            self._frames[conv] = receive[previous]
         return x_bthwc if earlier is None else torch.cat([earlier, x_bthwc], dim=1)
