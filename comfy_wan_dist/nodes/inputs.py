@@ -1,4 +1,4 @@
-"""What the nodes of the VAE ask for alike: its file, its type, and the memory that it may take."""
+"""What several nodes ask for alike: a size, a guidance scale, a VAE, its type and the memory that it may take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,38 @@ from ..comfyui.folders import list_models
 from ..ipc.errors import ConfigError
 from ..jobs.handle import DTYPES
 from ..mesh.devices import GIB
+from ..mesh.shape import PATCH_SIZE
+from ..mesh.vae_shape import VAE_STRIDE
 
+WanDistModel = io.Custom("WAN_DIST_MODEL")
+CATEGORY = "Wan Dist"
+PIXELS = VAE_STRIDE * PATCH_SIZE[-1]
+"""Height and width of a token."""
+MAX_SIZE = 16384
 MOST_GIB = 10_000
+
+
+def size_inputs(tooltip: str) -> list[io.Input]:
+    """Width and height of a video in pixels."""
+    return [
+        io.Int.Input(name, default=default, min=PIXELS, max=MAX_SIZE, step=PIXELS, tooltip=tooltip)
+        for name, default in (("width", 1280), ("height", 704))
+    ]
+
+
+def cfg_input(
+    tooltip: str, *, name: str = "cfg", default: float = 5.0, optional: bool = False
+) -> io.Float.Input:
+    return io.Float.Input(
+        name,
+        default=default,
+        min=0.0,
+        max=100.0,
+        step=0.1,
+        round=0.01,
+        optional=optional,
+        tooltip=tooltip,
+    )
 
 
 def vae_name_input() -> io.Combo.Input:
