@@ -9,17 +9,8 @@ from ..comfyui.folders import validate_model_name
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import start_latent
 from ..mesh.vae_shape import FRAME_STRIDE
-from .inputs import (
-    CATEGORY,
-    MAX_SIZE,
-    PIXELS,
-    WanDistModel,
-    memory_input,
-    parse_memory,
-    size_inputs,
-    vae_dtype_input,
-    vae_name_input,
-)
+from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs
+from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 
 class ImageToVideoLatent(io.ComfyNode):

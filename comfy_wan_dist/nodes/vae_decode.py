@@ -11,14 +11,8 @@ from ..comfyui.latent import Latent
 from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import decode_latent
-from .inputs import (
-    CATEGORY,
-    WanDistModel,
-    memory_input,
-    parse_memory,
-    vae_dtype_input,
-    vae_name_input,
-)
+from .inputs import CATEGORY, WanDistModel
+from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
