@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(options)
     except WanDistError as error:
-        sys.stderr.write(f"{error}\n")
+        print(error, file=sys.stderr)
         return 2
 
 
@@ -136,10 +136,10 @@ def run_plan(options: argparse.Namespace) -> int:
             )
         validate_model(mesh, job.shape)
         validate_grid(mesh, job.grid, batch=job.batch)
-        _write(transfers_text(job, mesh, rank=0))
+        print(transfers_text(job, mesh, rank=0))
         return 0
     plan = make_plan(job, device_pool(options.devices))
-    _write(json.dumps(plan_values(plan), indent=2) if options.json else plan_text(plan))
+    print(json.dumps(plan_values(plan), indent=2) if options.json else plan_text(plan))
     return 0
 
 
@@ -147,11 +147,11 @@ def run_doctor(options: argparse.Namespace) -> int:
     """Print the findings; 1 if something is wrong."""
     findings = diagnose(examine())
     if options.json:
-        _write(
+        print(
             json.dumps([{"level": one.level.value, "text": one.text} for one in findings], indent=2)
         )
     else:
-        _write(findings_text(findings))
+        print(findings_text(findings))
     return int(any(one.is_wrong for one in findings))
 
 
@@ -232,7 +232,3 @@ def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
         raise ConfigError("how much memory is free could not be read; plan for GPUs instead")
     device = cpu_device(ranks=ranks, memory=memory, measure=measure)
     return DevicePool(devices=(device,) * ranks)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")

@@ -308,10 +308,10 @@ def build_request(
 def build_local_runner(rank: int, mesh: str, *, machines: int = 1) -> tuple[PlaneRunner, Agreement]:
     """The runner of one rank and its votes, as if the ranks were shared out over `machines`."""
     degrees = mesh_degrees(mesh)
-    plane = PlaneGroups(layout=degrees, rank=rank)
     votes = dist.new_group() if degrees.world_size > 1 else None
     runner = PlaneRunner(
-        plane=plane,
+        degrees=degrees,
+        rank=rank,
         local_ranks=degrees.world_size // machines,
         device=CPU,
         files=GivenFiles(),

@@ -41,23 +41,19 @@ class Runner(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A running job as its runner sees it."""
+    """A running job as its runner sees it.
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        buffers: Sequence[SharedBuffer],
-        agreement: Agreement,
-        is_cancelled: Callable[[], bool],
-        send_progress: Callable[[Progress], None] | None,
-    ) -> None:
-        self._id = id
-        self._buffers = buffers
-        self._agreement = agreement
-        self._is_cancelled = is_cancelled
-        self._send_progress = send_progress
+    cancel_requested: whether this rank has been told to stop. The others may not know: use `agree_stop`.
+    send_progress: on rank 0 only.
+    """
+
+    id: str
+    buffers: Sequence[SharedBuffer]
+    agreement: Agreement
+    cancel_requested: Callable[[], bool]
+    send_progress: Callable[[Progress], None] | None
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """The CPU tensor that `ref` names: on ComfyUI's machine a view on memory shared with it.
@@ -65,31 +61,27 @@ class Job:
         Only the request's result may be written to. Raises ProtocolError if the ref does not fit
         its buffer.
         """
-        return view_of(self._buffers, ref)
+        return view_of(self.buffers, ref)
 
     def report(self, phase: str, done: int, total: int) -> None:
         """Tell the client how far the job is: one message per call, from rank 0 only."""
-        if self._send_progress is not None:
-            self._send_progress(Progress(id=self._id, phase=phase, done=done, total=total))
-
-    def cancel_requested(self) -> bool:
-        """Whether this rank has been told to stop. The others may not know: use `agree_stop`."""
-        return self._is_cancelled()
+        if self.send_progress is not None:
+            self.send_progress(Progress(id=self.id, phase=phase, done=done, total=total))
 
     def agree(self, error: Exception | None) -> None:
         """Vote after a local phase: see `Agreement.agree`. Every rank must call it."""
-        self._agreement.agree(error)
+        self.agreement.agree(error)
 
     def agree_stop(self) -> bool:
         """Whether any rank has been told to stop; all get one answer. Every rank must call it.
 
         Once it is True, raise JobCancelled on every rank.
         """
-        return self._agreement.agree_stop(self._is_cancelled())
+        return self.agreement.agree_stop(self.cancel_requested())
 
     def agree_least(self, number: int) -> int:
         """The least of the ranks' numbers, the same on every rank. Every rank must call it."""
-        return self._agreement.agree_least(number)
+        return self.agreement.agree_least(number)
 
 
 def together(job: Job, phase: Callable[[], T]) -> T:

@@ -25,38 +25,28 @@ from .sample_job import sample
 from .vae_job import VAEWork
 
 
-def build_runner(
-    *, degrees: MeshDegrees, rank: int, local_ranks: int, device: torch.device, files: ModelFiles
-) -> Runner:
-    """The runner of one rank of a plane that was started for the mesh `degrees`."""
-    plane = PlaneGroups(layout=degrees, rank=rank)
-    return PlaneRunner(plane=plane, local_ranks=local_ranks, device=device, files=files)
-
-
-class PlaneRunner:
-    """Runs requests on this rank's part of the plane, and keeps transformers and one VAE between them."""
+class PlaneRunner(Runner):
+    """Runs requests on one rank of a plane, and keeps transformers and one VAE between them."""
 
     def __init__(
-        self, *, plane: PlaneGroups, local_ranks: int, device: torch.device, files: ModelFiles
+        self,
+        *,
+        degrees: MeshDegrees,
+        rank: int,
+        local_ranks: int,
+        device: torch.device,
+        files: ModelFiles,
     ) -> None:
-        """local_ranks: how many of the plane's ranks are on each machine."""
-        self._plane = plane
+        """degrees: what the plane was started for. local_ranks: how many of its ranks are on each machine."""
+        self._plane = plane = PlaneGroups(layout=degrees, rank=rank)
         self._device = device
         room = Room(device=device, local_ranks=local_ranks)
-        self._vae = ResidentVAE(plane=plane, local_ranks=local_ranks, files=files, room=room)
+        self._vae = ResidentVAE(plane=plane, files=files, room=room)
         self._transformers = Transformers(
-            plane=plane,
-            local_ranks=local_ranks,
-            files=files,
-            room=room,
-            drop_vae=self._vae.clear,
+            plane=plane, files=files, room=room, drop_vae=self._vae.clear
         )
         self._vae_work = VAEWork(
-            plane=plane,
-            local_ranks=local_ranks,
-            room=room,
-            vae=self._vae,
-            transformers=self._transformers,
+            plane=plane, room=room, vae=self._vae, transformers=self._transformers
         )
 
     def run(self, request: JobRequest, job: Job) -> JobStats:

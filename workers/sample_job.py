@@ -15,8 +15,8 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import COND, UNCOND, SampleRequest, TensorRef
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
-from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from comfy_wan_dist.mesh.workload import Workload
+from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.workload import Workload, requested_workload
 from comfy_wan_dist.solvers.table import Solver, build_solver, effective_sigmas
 
 from .job import Job, stop_if_asked, together
@@ -46,10 +46,15 @@ def sample(
 ) -> None:
     """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the run."""
     groups = groups_for(request, plane, job)
+
+    def workload(shape: WanShape) -> Workload:
+        validate_latent(request.noisy.shape, shape)
+        return requested_workload(request, shape)
+
     wanted = WantedModels(
         model=request.model,
         low_noise=None if request.low_noise is None else request.low_noise.model,
-        workload=lambda shape: workload_of(request, shape),
+        workload=workload,
     )
     loaded, take_turns = transformers.have(wanted, groups, job)
     shape = loaded.model.shape
@@ -66,9 +71,8 @@ def sample(
         return low.model
 
     steps = len(request.timesteps)
-    latent = run_sample(
-        run, request, loaded.model, observers=(StepReport(job, steps),), switch=switch
-    )
+    report = StepReport(job=job, steps=steps)
+    latent = run_sample(run, request, loaded.model, observers=(report,), switch=switch)
 
     def write_result() -> None:
         if not bool(torch.isfinite(latent).all()):
@@ -83,38 +87,18 @@ def sample(
     job.report("sample", steps, steps)
 
 
-def workload_of(request: SampleRequest, shape: WanShape) -> Workload:
-    """The request in the numbers that decide what it takes with a model of `shape`. Raises ConfigError."""
-    validate_latent(request.noisy.shape, shape)
-
-    def tokens(text: TensorRef) -> int:
-        return text.shape[1] if len(text.shape) == 3 else 1  # another one is refused before the run
-
-    batch, _, frames, height, width = request.noisy.shape
-    return Workload(
-        shape=shape,
-        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
-        steps=len(request.timesteps),
-        guided=request.uncond is not None,
-        batch=batch,
-        dtype=request.model.dtype,
-        text_tokens=(tokens(request.cond), tokens(request.uncond or request.cond)),
-        text_batch=request.cond.shape[0] if request.cond.shape else 1,
-    )
-
-
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """An observer that says how far the run is, and stops it once any rank has been told to stop."""
 
-    def __init__(self, job: Job, steps: int) -> None:
-        self._job = job
-        self._steps = steps
+    job: Job
+    steps: int
 
     def before_step(self, index: int) -> None:
         """Collectives: one vote."""
         if index:
-            self._job.report("sample", index, self._steps)
-        stop_if_asked(self._job)
+            self.job.report("sample", index, self.steps)
+        stop_if_asked(self.job)
 
     def after_step(self, index: int, x: Tensor, denoised: Tensor) -> None:
         pass
@@ -158,7 +142,6 @@ def prepare_sample(
 ) -> SampleRun:
     """Validate the request and cut its tensors for this rank. No collectives. Raises ConfigError, MeshError."""
     noisy = tensor(request.noisy)
-    validate_latent(noisy.shape, shape)
     validate_steps(request, noisy)
     inputs = prepare_forward(forward_inputs(request, tensor), shape, groups, device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest
 from comfy_wan_dist.mesh.vae_memory import (
@@ -33,42 +34,32 @@ from .vae.wan22 import WanVAE
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
 class VAEWork:
-    """What one rank does for the plane's decodes and encodes."""
+    """What one rank does for the plane's decodes and encodes. transformers: make room where it is short."""
 
-    def __init__(
-        self,
-        *,
-        plane: PlaneGroups,
-        local_ranks: int,
-        room: Room,
-        vae: ResidentVAE,
-        transformers: Transformers,
-    ) -> None:
-        """local_ranks: how many of the plane's ranks are on each machine. transformers: make room where it is short."""
-        self._plane = plane
-        self._local_ranks = local_ranks
-        self._room = room
-        self._vae = vae
-        self._transformers = transformers
+    plane: PlaneGroups
+    room: Room
+    vae: ResidentVAE
+    transformers: Transformers
 
     def decode(self, request: DecodeRequest, job: Job) -> str:
         """Carry out `request` together with the other ranks; says how they shared the work."""
-        vae = self._vae.have(request.vae, self._transformers, job)
+        vae = self.vae.have(request.vae, self.transformers, job)
         latent, result = job.tensor(request.latent), job.tensor(request.result)
         together(job, lambda: validate_decode(vae.config, latent, result))
         share, note = self._share(vae, latent_size(latent), Direction.DECODE, request, job)
-        chunks = decode_chunks_into(vae, latent, result, share=share, device=self._room.device)
+        chunks = decode_chunks_into(vae, latent, result, share=share, device=self.room.device)
         advance("decode", chunks, latent.shape[0] * latent.shape[2], job)
         return note
 
     def encode(self, request: EncodeRequest, job: Job) -> str:
         """Carry out `request` together with the other ranks; says how they shared the work."""
-        vae = self._vae.have(request.vae, self._transformers, job)
+        vae = self.vae.have(request.vae, self.transformers, job)
         frames, result = job.tensor(request.frames), job.tensor(request.result)
         together(job, lambda: validate_encode(vae.config, frames, result))
         share, note = self._share(vae, latent_size(result), Direction.ENCODE, request, job)
-        chunks = encode_chunks_into(vae, frames, result, share=share, device=self._room.device)
+        chunks = encode_chunks_into(vae, frames, result, share=share, device=self.room.device)
         advance("encode", chunks, result.shape[2], job)
         return note
 
@@ -87,10 +78,10 @@ class VAEWork:
         dims = {Direction.DECODE: vae.config.decoder_dim, Direction.ENCODE: vae.config.encoder_dim}
         memory = VAEMemory(direction=direction, dim=dims[direction], item_bytes=vae.dtype.itemsize)
         split = self._choose_split(size, memory, request.memory_bytes, job)
-        note = split.explain(self._local_ranks)
-        if self._plane.rank == 0:
+        note = split.explain(self.room.local_ranks)
+        if self.plane.rank == 0:
             logger.info("VAE: %s", note)
-        return apply_vae_split(vae, split, self._plane), note
+        return apply_vae_split(vae, split, self.plane), note
 
     def _choose_split(
         self, size: LatentSize, memory: VAEMemory, budget: int | None, job: Job
@@ -104,7 +95,7 @@ class VAEWork:
         def choose(free_bytes: int) -> VAESplit | None:
             return choose_split_within(
                 size,
-                ranks=self._local_ranks,
+                ranks=self.room.local_ranks,
                 need=memory.bytes,
                 limit=free_bytes if budget is None else min(budget, free_bytes),
             )
@@ -112,13 +103,13 @@ class VAEWork:
         free_bytes = job.agree_least(together(job, self._free_bytes))
         split = choose(free_bytes)
         is_short = split is None or split.tiles > 1
-        if is_short and (budget is None or free_bytes < budget) and self._transformers.offload(job):
+        if is_short and (budget is None or free_bytes < budget) and self.transformers.offload(job):
             free_bytes = job.agree_least(together(job, self._free_bytes))
             split = choose(free_bytes)
         if split is None:
             raise refuse_memory(
                 size,
-                ranks=self._local_ranks,
+                ranks=self.room.local_ranks,
                 memory=memory,
                 budget=budget,
                 free_bytes=free_bytes,
@@ -126,9 +117,9 @@ class VAEWork:
         return split
 
     def _free_bytes(self) -> int:
-        if self._plane.rank >= self._local_ranks:
+        if self.plane.rank >= self.room.local_ranks:
             return UNLIMITED  # of another machine, whose ranks have no part
-        return self._room.spare()
+        return self.room.spare()
 
 
 def advance(phase: str, chunks: Iterator[int], total: int, job: Job) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import comfy.model_management
 import comfy.utils
 
@@ -11,11 +13,7 @@ def check_interrupt() -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
 
 
-class ProgressReporter:
-    """ComfyUI's progress bar for the executing node."""
-
-    def __init__(self) -> None:
-        self._bar = comfy.utils.ProgressBar(1)
-
-    def update(self, done: int, total: int) -> None:
-        self._bar.update_absolute(done, total)
+def progress_bar() -> Callable[[int, int], None]:
+    """ComfyUI's for the executing node; it is told how much is done, and of how much."""
+    update: Callable[[int, int], None] = comfy.utils.ProgressBar(1).update_absolute
+    return update

@@ -18,9 +18,9 @@ COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 
 def list_models(folder: str) -> list[str]:
     """Names of the models in a folder of COMPONENTS and in that for diffusers; model_file/offered.py says which."""
-    files: list[str] = folder_paths.get_filename_list(folder)
+    files = list(folder_paths.get_filename_list(folder))
     if folder == "diffusion_models":
-        files = [*files, *(name for name in gguf_files(folder) if name not in files)]
+        files += [name for name in gguf_files(folder) if name not in files]
     return listed_names(
         files,
         folder_paths.get_folder_paths(folder),
@@ -31,20 +31,14 @@ def list_models(folder: str) -> list[str]:
 
 def list_loras() -> list[str]:
     """Names of the files in the folders of LoRAs."""
-    names: list[str] = folder_paths.get_filename_list("loras")
-    return names
+    return list(folder_paths.get_filename_list("loras"))
 
 
 def lora_path(name: str) -> str:
     """Full path of a LoRA. Raises ConfigError when it is gone, ModelFileError for what is never opened."""
     if not name.endswith(SUFFIXES):
         raise ModelFileError(f"{name!r} is not a .safetensors file; {NO_PICKLES}")
-    path = folder_paths.get_full_path("loras", name)
-    if path is None:
-        raise ConfigError(
-            f"{name!r} is not in the loras folders of ComfyUI; refresh the list and choose again"
-        )
-    return str(path)
+    return _existing(folder_paths.get_full_path("loras", name), "loras", name)
 
 
 def gguf_files(folder: str) -> list[str]:
@@ -59,11 +53,15 @@ def model_path(folder: str, name: str) -> str:
     path = folder_named(
         name, folder_paths.get_folder_paths(folder), folder_paths.get_folder_paths("diffusers")
     ) or folder_paths.get_full_path(folder, name)
+    return _existing(path, folder, name)
+
+
+def _existing(path: str | None, folder: str, name: str) -> str:
     if path is None:
         raise ConfigError(
             f"{name!r} is not in the {folder} folders of ComfyUI; refresh the list and choose again"
         )
-    return str(path)
+    return path
 
 
 def validate_model_name(folder: str, name: str) -> str | bool:

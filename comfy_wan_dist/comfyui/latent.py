@@ -152,9 +152,7 @@ def _step_noise(noise: Tensor, seed: int, schedule: Schedule) -> Tensor | None:
 
 def finish_sampling(latent: Latent, result: Tensor) -> dict[str, Any]:
     """The LATENT that a stock KSampler would return for the sampled, normalised `result`."""
-    out = dict(latent)
-    out["samples"] = latent_format(result.shape[1]).process_out(result)
-    return out
+    return {**latent, "samples": latent_format(result.shape[1]).process_out(result)}
 
 
 def resize_latent(latent: Tensor, *, height: int, width: int) -> Tensor:

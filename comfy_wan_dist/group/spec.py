@@ -13,7 +13,7 @@ from ..mesh.machines import Machines, validate_machines
 
 # The folder that holds comfy_wan_dist and workers, whatever it is called.
 PACK_ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_RUNNER = "workers.runner:build_runner"
+DEFAULT_RUNNER = "workers.runner:PlaneRunner"
 
 GroupKey = tuple[MeshDegrees, DeviceList, str, Machines | None]
 

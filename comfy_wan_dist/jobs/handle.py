@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
+from typing import Any
 
 from ..ipc.errors import ConfigError
 from ..ipc.messages import LoraSpec, ModelSpec, VAESpec
@@ -154,9 +155,9 @@ def resolve_model(
     )
     return ResolvedModel(
         handle=handle,
-        spec=build_spec(file.file, expert=HIGH_NOISE),
+        spec=build_spec(file.file, HIGH_NOISE),
         loras=loras,
-        low_noise=None if low_file is None else build_spec(low_file.file, expert=LOW_NOISE),
+        low_noise=None if low_file is None else build_spec(low_file.file, LOW_NOISE),
         shape=shape,
         degrees=degrees,
         devices=devices.take(degrees.world_size // handle.machines),
@@ -174,8 +175,8 @@ def _build_spec(
     handle: ModelHandle,
     lora_files: Sequence[ModelFile],
     file: ModelFile,
-    *,
     expert: str,
+    *,
     dtype: str,
     has_content: bool,
 ) -> ModelSpec:
@@ -185,24 +186,21 @@ def _build_spec(
         return content_of(each) if has_content else ""
 
     return ModelSpec(
-        path=file.path,
-        file_bytes=file.file_bytes,
-        mtime_ns=file.mtime_ns,
+        **_identity(file),
         dtype=dtype,
         compile=handle.compile,
         content=content(file),
         loras=tuple(
-            LoraSpec(
-                path=each.path,
-                file_bytes=each.file_bytes,
-                mtime_ns=each.mtime_ns,
-                strength=lora.strength,
-                content=content(each),
-            )
+            LoraSpec(**_identity(each), strength=lora.strength, content=content(each))
             for lora, each in zip(handle.loras, lora_files, strict=True)
             if lora.expert in (BOTH, expert)
         ),
     )
+
+
+def _identity(file: ModelFile) -> dict[str, Any]:
+    """What a spec knows a file again by."""
+    return {"path": file.path, "file_bytes": file.file_bytes, "mtime_ns": file.mtime_ns}
 
 
 def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
@@ -210,12 +208,7 @@ def resolve_vae(path: str, dtype: str, *, devices: DeviceList) -> VAESpec:
     file = read_model_file(path, component="vae")
     read_vae_file(file)
     file_dtype = next((entry.dtype for entry in file.entries.values()), "F32")
-    return VAESpec(
-        path=file.path,
-        file_bytes=file.file_bytes,
-        mtime_ns=file.mtime_ns,
-        dtype=resolve_dtype(dtype, devices=devices, code=file_dtype),
-    )
+    return VAESpec(**_identity(file), dtype=resolve_dtype(dtype, devices=devices, code=file_dtype))
 
 
 def resolve_dtype(asked: str, *, devices: DeviceList, code: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.report import job_text
-from ..mesh.shape import LatentGrid
-from ..mesh.workload import Workload
+from ..mesh.workload import requested_workload
 from ..solvers.schedules import Schedule
 from .experts import Experts
 from .handle import ResolvedModel
@@ -38,68 +37,54 @@ class Sampling:
     solver: str
     experts: Experts
 
-    @property
-    def is_guided(self) -> bool:
-        return self.uncond is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingPieces:
-    """pieces and their meshes, in the batch's order; result: the whole batch's latent, filled when all are done."""
-
-    pieces: tuple[Piece, ...]
-    meshes: tuple[MeshDegrees, ...]
-    result: TensorRef
-
 
 async def sample(sampling: Sampling, model: ResolvedModel) -> tuple[Tensor, str]:
     """The batch's latent, normalised, and the report. Raises what the ranks raise."""
     planes = planes_for(model)
     async with open_session(planes) as session:
-        work = build_pieces(session, sampling, model, planes[0].degrees)
-        outcomes = await session.run(work.pieces)
+        result = session.reserve(sampling.tensors.noisy.shape)
+        requests = build_requests(session, sampling, model, planes[0].degrees, result)
+        pieces = [build_piece(request, model, planes[0].degrees) for request in requests]
+        outcomes = await session.run([piece for piece, _ in pieces])
         reports = [f"LoRA {line}" for line in model.lora_lines]
         if model.low_noise is not None:
             reports.append(sampling.experts.describe(model, len(sampling.schedule.timesteps)))
         reports += [
             job_text(f"mesh {mesh}", outcome.answers, requests=outcome.requests)
-            for mesh, outcome in zip(work.meshes, outcomes, strict=True)
+            for (_, mesh), outcome in zip(pieces, outcomes, strict=True)
         ]
-        return session.tensor(work.result), "\n\n".join(reports)
+        return session.tensor(result), "\n\n".join(reports)
 
 
-def build_pieces(
-    session: Session, sampling: Sampling, model: ResolvedModel, plane: MeshDegrees
-) -> SamplingPieces:
-    """Copy the tensors to where the ranks see them, and say who gets which part.
+def build_requests(
+    session: Session,
+    sampling: Sampling,
+    model: ResolvedModel,
+    plane: MeshDegrees,
+    result: TensorRef,
+) -> list[SampleRequest]:
+    """Copy the tensors to where the ranks see them, and say who gets which part, on the mesh of a whole plane.
 
-    Noise was made for the whole batch: a sample is the same in whatever piece it comes to be.
+    Noise was made for the whole batch: a sample is the same in whatever piece it comes to be. result: for the batch.
     """
     tensors, schedule, experts = sampling.tensors, sampling.schedule, sampling.experts
-    batch, _, frames, height, width = tensors.noisy.shape
-    grid = LatentGrid(frames=frames, rows=height // 2, columns=width // 2)
-    sizes = piece_sizes(model.degrees, batch=batch)
-    result = session.reserve(tensors.noisy.shape)
+    sizes = piece_sizes(model.degrees, batch=tensors.noisy.shape[0])
+
+    def shares(tensor: Tensor | None, dim: int = 0) -> Sequence[TensorRef | None]:
+        return [None] * len(sizes) if tensor is None else session.send_split(tensor, sizes, dim=dim)
+
     noisy, results = session.send_split(tensors.noisy, sizes), split_ref(result, sizes)
-    clean = session.send_split_optional(tensors.clean, sizes)
-    mask = session.send_split_optional(tensors.mask, sizes)
-    frame_mask = session.send_split_optional(tensors.frame_mask, sizes)
-    step_noise = session.send_split_optional(tensors.step_noise, sizes, dim=1)
+    clean, mask, frame_mask = map(shares, (tensors.clean, tensors.mask, tensors.frame_mask))
+    step_noise = shares(tensors.step_noise, dim=1)
     cond = session.send(sampling.cond.text)
     uncond = None if sampling.uncond is None else session.send(sampling.uncond.text)
     conditions = _send_conditions(session, sampling, sizes)
-    jobs = [piece_workload(sampling, model, grid, batch=size) for size in sizes]
-    meshes = tuple(
-        choose_job_mesh(plane, each, is_auto=model.is_auto, device_memory=model.device_memory)
-        for each in jobs
-    )
-
-    def piece(index: int) -> Piece:
-        request = SampleRequest(
+    return [
+        SampleRequest(
             id=f"{session.id}-{index}",
             model=experts.first,
             low_noise=experts.low_noise,
-            mesh=str(meshes[index]),
+            mesh=str(plane),
             solver=sampling.solver,
             sigmas=schedule.sigmas,
             timesteps=schedule.timesteps,
@@ -114,16 +99,22 @@ def build_pieces(
             result=results[index],
             conditions=conditions[index],
         )
-        return Piece(
-            request=request,
-            cost=rank_flops(jobs[index], MeshDegrees(), 0).job(len(schedule.timesteps)),
-            most_samples=joint_samples(
-                meshes[index], jobs[index], device_memory=model.device_memory
-            ),
-        )
+        for index in range(len(sizes))
+    ]
 
-    pieces = tuple(piece(index) for index in range(len(sizes)))
-    return SamplingPieces(pieces=pieces, meshes=meshes, result=result)
+
+def build_piece(
+    request: SampleRequest, model: ResolvedModel, plane: MeshDegrees
+) -> tuple[Piece, MeshDegrees]:
+    """The request on the mesh of the plane that suits it best, and that mesh."""
+    job, memory = requested_workload(request, model.shape), model.device_memory
+    mesh = choose_job_mesh(plane, job, is_auto=model.is_auto, device_memory=memory)
+    piece = Piece(
+        request=replace(request, mesh=str(mesh)),
+        cost=rank_flops(job, MeshDegrees(), 0).job(job.steps),
+        most_samples=joint_samples(mesh, job, device_memory=memory),
+    )
+    return piece, mesh
 
 
 def _send_conditions(
@@ -148,19 +139,3 @@ def _send_shares(session: Session, tensor: Tensor, sizes: Sequence[int]) -> tupl
     if tensor.shape[0] == 1:
         return (session.send(tensor),) * len(sizes)
     return session.send_split(tensor, sizes)
-
-
-def piece_workload(
-    sampling: Sampling, model: ResolvedModel, grid: LatentGrid, *, batch: int
-) -> Workload:
-    """A piece of `batch` samples in the numbers that decide what it costs."""
-    cond, uncond = sampling.cond, sampling.uncond
-    return Workload(
-        shape=model.shape,
-        grid=grid,
-        steps=len(sampling.schedule.timesteps),
-        guided=sampling.is_guided,
-        batch=batch,
-        dtype=model.spec.dtype,
-        text_tokens=(cond.text.shape[1], (uncond or cond).text.shape[1]),
-    )

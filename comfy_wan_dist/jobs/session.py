@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comfyui.devices import cuda_devices, free_devices, visible_cuda
-from ..comfyui.execution import ProgressReporter, check_interrupt
+from ..comfyui.execution import check_interrupt, progress_bar
 from ..comfyui.folders import log_folder
 from ..group.default import default_groups
 from ..group.progress import overall
@@ -37,10 +37,7 @@ logger = logging.getLogger("comfy_wan_dist")
 def planes_for(model: ResolvedModel) -> tuple[LaunchSpec, ...]:
     """The groups that hold the model."""
     return plane_specs(
-        model.degrees,
-        model.devices,
-        log_folder=log_folder(),
-        machines=model.machines,
+        model.degrees, model.devices, log_folder=log_folder(), machines=model.machines
     )
 
 
@@ -91,13 +88,6 @@ class Session:
         """`send` a tensor cut into `sizes` along `dim`."""
         return self._parcel.pack(tensor.split(list(sizes), dim))
 
-    def send_split_optional(
-        self, tensor: Tensor | None, sizes: Sequence[int], *, dim: int = 0
-    ) -> tuple[TensorRef | None, ...]:
-        if tensor is None:
-            return (None,) * len(sizes)
-        return self.send_split(tensor, sizes, dim=dim)
-
     def reserve(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorRef:
         """Room for a result."""
         return self._parcel.reserve(shape, dtype)
@@ -111,7 +101,7 @@ class Session:
 
         When a device is short of memory, ComfyUI's own models are moved off it and the piece is tried once more.
         """
-        bar = ProgressReporter()
+        show_bar = progress_bar()
         latest: list[Progress | None] = [None] * len(pieces)
         shown = (0, 0)
 
@@ -121,13 +111,9 @@ class Session:
             position = overall(latest)
             if position != shown:  # a plane that loads while others work moves nothing
                 shown = position
-                bar.update(*position)
+                show_bar(*position)
 
-        caller = Caller(
-            on_progress=show,
-            check_interrupt=check_interrupt,
-            make_room=free_devices,
-        )
+        caller = Caller(on_progress=show, check_interrupt=check_interrupt, make_room=free_devices)
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
         for piece, outcome in zip(pieces, outcomes, strict=True):
             logger.info(

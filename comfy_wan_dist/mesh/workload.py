@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError
+from ..ipc.messages import SampleRequest, TensorRef
 from .degrees import MeshDegrees
 from .dtypes import BY_NAME, COMPUTED
 from .layout import coordinates
@@ -67,6 +68,28 @@ class Workload:
     def item_bytes(self) -> int:
         """Bytes of one weight or activation."""
         return BY_NAME[self.dtype].bytes
+
+
+def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
+    """A request for a latent [B, C, T, h, w] in the numbers that decide what it takes with a model of `shape`.
+
+    Raises ConfigError.
+    """
+
+    def tokens(text: TensorRef) -> int:
+        return text.shape[1] if len(text.shape) == 3 else 1  # another one is refused before the run
+
+    batch, _, frames, height, width = request.noisy.shape
+    return Workload(
+        shape=shape,
+        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
+        steps=len(request.timesteps),
+        guided=request.uncond is not None,
+        batch=batch,
+        dtype=request.model.dtype,
+        text_tokens=(tokens(request.cond), tokens(request.uncond or request.cond)),
+        text_batch=request.cond.shape[0] if request.cond.shape else 1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

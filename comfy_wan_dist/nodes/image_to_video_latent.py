@@ -8,14 +8,9 @@ from torch import Tensor
 from ..comfyui.folders import validate_model_name
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import start_latent
-from ..mesh.shape import PATCH_SIZE
-from ..mesh.vae_shape import FRAME_STRIDE, VAE_STRIDE
-from .load_model import CATEGORY, WanDistModel
+from ..mesh.vae_shape import FRAME_STRIDE
+from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs
 from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
-
-PIXELS = VAE_STRIDE * PATCH_SIZE[-1]
-"""Height and width of a token."""
-MAX_SIZE = 16384
 
 
 class ImageToVideoLatent(io.ComfyNode):
@@ -32,22 +27,7 @@ class ImageToVideoLatent(io.ComfyNode):
                     "model", tooltip="From Wan Dist Load Model: names the group that encodes."
                 ),
                 vae_name_input(),
-                io.Int.Input(
-                    "width",
-                    default=1280,
-                    min=PIXELS,
-                    max=MAX_SIZE,
-                    step=PIXELS,
-                    tooltip=f"Pixels, a multiple of {PIXELS}.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=704,
-                    min=PIXELS,
-                    max=MAX_SIZE,
-                    step=PIXELS,
-                    tooltip=f"Pixels, a multiple of {PIXELS}.",
-                ),
+                *size_inputs(f"Pixels, a multiple of {PIXELS}."),
                 io.Int.Input(
                     "length",
                     default=49,

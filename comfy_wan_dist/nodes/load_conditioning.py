@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..comfyui.folders import conditioning_path, list_conditioning
 from ..model_file import conditioning as conditioning_file
-from .load_model import CATEGORY
+from .inputs import CATEGORY
 
 
 class LoadConditioning(io.ComfyNode):

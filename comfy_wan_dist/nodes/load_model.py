@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
 from ..comfyui.folders import list_models, model_path, validate_model_name
@@ -9,9 +11,8 @@ from ..jobs import session
 from ..jobs.handle import DTYPES, ModelHandle, fingerprint
 from ..mesh.machines import MAX_MACHINES
 from ..model_file.header import read_model_file
+from .inputs import CATEGORY, WanDistModel
 
-WanDistModel = io.Custom("WAN_DIST_MODEL")
-CATEGORY = "Wan Dist"
 NO_EXPERT = "none"
 
 
@@ -92,23 +93,15 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, model_name: str, low_noise_model: str = NO_EXPERT) -> str | bool:
-        names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
+        names = _chosen(model_name, low_noise_model)
         answers = (validate_model_name("diffusion_models", name) for name in names)
         return next((answer for answer in answers if answer is not True), True)
 
     @classmethod
     def fingerprint_inputs(
-        cls,
-        model_name: str,
-        dtype: str,
-        mesh: str,
-        devices: str,
-        compile: bool,
-        machines: int = 1,
-        head_address: str = "",
-        low_noise_model: str = NO_EXPERT,
+        cls, model_name: str, low_noise_model: str = NO_EXPERT, **others: Any
     ) -> str:
-        names = [model_name, *([] if low_noise_model == NO_EXPERT else [low_noise_model])]
+        names = _chosen(model_name, low_noise_model)
         paths = [model_path("diffusion_models", name) for name in names]
         return " ".join(fingerprint(read_model_file(path)) for path in paths)
 
@@ -124,6 +117,9 @@ class LoadModel(io.ComfyNode):
         head_address: str = "",
         low_noise_model: str = NO_EXPERT,
     ) -> io.NodeOutput:
+        low_noise_path = ""
+        if low_noise_model != NO_EXPERT:
+            low_noise_path = model_path("diffusion_models", low_noise_model)
         handle = ModelHandle(
             path=model_path("diffusion_models", model_name),
             dtype=dtype,
@@ -132,11 +128,12 @@ class LoadModel(io.ComfyNode):
             compile=compile,
             machines=machines,
             head_address=head_address,
-            low_noise_path=(
-                ""
-                if low_noise_model == NO_EXPERT
-                else model_path("diffusion_models", low_noise_model)
-            ),
+            low_noise_path=low_noise_path,
         )
         session.resolve(handle)
         return io.NodeOutput(handle)
+
+
+def _chosen(model_name: str, low_noise_model: str) -> list[str]:
+    """The names of the model's one or two files."""
+    return [model_name] if low_noise_model == NO_EXPERT else [model_name, low_noise_model]

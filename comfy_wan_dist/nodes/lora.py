@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -10,7 +11,7 @@ from ..comfyui.folders import list_loras, lora_path
 from ..jobs import session
 from ..jobs.handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
-from .load_model import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel
 
 logger = logging.getLogger("comfy_wan_dist")
 
@@ -55,13 +56,7 @@ class LoRA(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(
-        cls,
-        lora_name: str,
-        strength: float,
-        model: ModelHandle | None = None,
-        expert: str = BOTH,
-    ) -> str:
+    def fingerprint_inputs(cls, lora_name: str, strength: float, **others: Any) -> str:
         if strength == 0:
             return ""
         return fingerprint(read_model_file(lora_path(lora_name)))

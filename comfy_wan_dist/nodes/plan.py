@@ -17,7 +17,7 @@ from ..planning.chart import draw_plan
 from ..planning.hardware import DEVICES, known_pool, parse_pool
 from ..planning.plan import make_plan
 from ..planning.report import plan_text
-from .load_model import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel, cfg_input, size_inputs
 
 HERE = "here"
 
@@ -34,22 +34,7 @@ class PlanMesh(io.ComfyNode):
             description="Compare the ways to cut a video over given GPUs: memory, data sent, and predicted seconds. "
             "Nothing is computed on them.",
             inputs=[
-                io.Int.Input(
-                    "width",
-                    default=1280,
-                    min=32,
-                    max=16384,
-                    step=32,
-                    tooltip="Of the video, in pixels.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=704,
-                    min=32,
-                    max=16384,
-                    step=32,
-                    tooltip="Of the video, in pixels.",
-                ),
+                *size_inputs("Of the video, in pixels."),
                 io.Int.Input(
                     "length", default=121, min=1, max=16385, step=4, tooltip="Frames of the video."
                 ),
@@ -57,14 +42,8 @@ class PlanMesh(io.ComfyNode):
                     "batch_size", default=1, min=1, max=4096, tooltip="Videos made in one job."
                 ),
                 io.Int.Input("steps", default=20, min=1, max=10000, tooltip="Denoising steps."),
-                io.Float.Input(
-                    "cfg",
-                    default=5.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="Guidance scale. At 1 only the prompt is computed, which halves the work.",
+                cfg_input(
+                    "Guidance scale. At 1 only the prompt is computed, which halves the work."
                 ),
                 io.String.Input(
                     "devices",

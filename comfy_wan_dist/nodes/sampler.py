@@ -18,7 +18,7 @@ from ..jobs.handle import ModelHandle
 from ..jobs.sampling import Sampling, sample
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from ..solvers.table import solver_names
-from .load_model import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel, cfg_input
 
 NO_PRESET = "off"
 
@@ -58,15 +58,7 @@ class Sampler(io.ComfyNode):
                 io.Int.Input(
                     "steps", default=20, min=1, max=10000, tooltip="Denoising steps, 1 to 10000."
                 ),
-                io.Float.Input(
-                    "cfg",
-                    default=5.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
-                    tooltip="Guidance scale, 0 to 100. At 1 the negative prompt is not computed.",
-                ),
+                cfg_input("Guidance scale, 0 to 100. At 1 the negative prompt is not computed."),
                 io.Combo.Input(
                     "sampler_name",
                     options=list(solver_names()),
@@ -122,15 +114,11 @@ class Sampler(io.ComfyNode):
                     tooltip="For a model with a low_noise_model, 0 to 1: the second expert predicts where the noise is "
                     "below this. 0: the model's own, 0.875 for text-to-video, 0.9 for image-to-video.",
                 ),
-                io.Float.Input(
-                    "low_noise_cfg",
+                cfg_input(
+                    "Guidance scale of the low_noise_model, 0 to 100. 0: the same as cfg.",
+                    name="low_noise_cfg",
                     default=0.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    round=0.01,
                     optional=True,
-                    tooltip="Guidance scale of the low_noise_model, 0 to 100. 0: the same as cfg.",
                 ),
             ],
             outputs=[

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..comfyui.conditioning import Conditioning, prompt_embedding
 from ..comfyui.folders import new_output_path
 from ..model_file import conditioning as conditioning_file
-from .load_model import CATEGORY
+from .inputs import CATEGORY
 
 
 class SaveConditioning(io.ComfyNode):

@@ -11,7 +11,7 @@ from ..comfyui.latent import Latent
 from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import decode_latent
-from .load_model import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel
 from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, Ledger
 from workers.parallel.parallelize import cut_model
 from workers.resident.fit import validate_memory
-from workers.resident.memory import UNLIMITED, free_memory, left_by_group
+from workers.resident.memory import UNLIMITED, Room, free_memory, left_by_group
 
 SHAPE = WanShape(dim=256, ffn_dim=192, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 CPU = torch.device("cpu")
@@ -335,18 +336,12 @@ def memory_error(
     machines: int = 1,
 ) -> str:
     degrees = mesh_degrees(mesh)
-    try:
-        validate_memory(
-            TI2V_5B,
-            degrees,
-            stage=0,
-            dtype=dtype,
-            local_ranks=degrees.plane_size // machines,
-            device=device,
-            free_bytes=int(free_gib * GIB),
-        )
-    except InsufficientMemoryError as error:
-        return str(error)
+    room = Room(device=device, local_ranks=degrees.plane_size // machines)
+    with mock.patch.object(Room, "free", return_value=int(free_gib * GIB)):
+        try:
+            validate_memory(TI2V_5B, degrees, stage=0, dtype=dtype, room=room)
+        except InsufficientMemoryError as error:
+            return str(error)
     return "fits"
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from comfy_wan_dist.ipc.errors import WanDistError
 from comfy_wan_dist.ipc.messages import LowNoise, ModelSpec
 from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
-from workers.resident import memory as room
 from workers.resident import transformers
+from workers.resident.memory import Room
 
 
 def sample_in_turns(
@@ -31,7 +31,7 @@ def sample_in_turns(
     alone = [build_request(each, inputs, schedule, mesh=mesh) for each in (low_noise.model, spec)]
     results, read, held = [], [], []
     with (
-        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(Room, "has_host", True),
         mock.patch.object(transformers, "margin_for_both", side_effect=margins),
     ):
         for request, tensors in (*[(both, both_tensors)] * len(margins), *alone):
@@ -60,7 +60,7 @@ def error_without_host_memory(
     request, tensors = build_request(spec, inputs, schedule, mesh=mesh, low_noise=low_noise)
     error = "no error"
     with (
-        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(Room, "has_host", True),
         mock.patch.object(transformers, "margin_for_both", return_value=-1),
         mock.patch("workers.resident.fit.free_memory", return_value=1000),
     ):

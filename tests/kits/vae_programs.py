@@ -27,9 +27,8 @@ from workers.parallel.vae import share as vae_share
 from workers.parallel.vae import spatial
 from workers.parallel.vae.spatial import DownsampleBorder, HaloBorder, WidenedPart
 from workers.parallel.vae.temporal import RelayedHistory
-from workers.resident import memory as room
 from workers.resident import slot as loaded
-from workers.resident.memory import UNLIMITED, peak_memory, reset_peak_memory
+from workers.resident.memory import UNLIMITED, Room, peak_memory, reset_peak_memory
 from workers.resident.offloaded import OffloadedWeights
 from workers.vae.layers import (
     Border,
@@ -42,6 +41,7 @@ from workers.vae.layers import (
     pad_bottom_right,
 )
 from workers.vae.wan22 import WanVAE
+from workers.vae_job import VAEWork
 
 
 def no_causal_halo() -> AbstractContextManager[Any]:
@@ -296,7 +296,7 @@ def sample_and_decode(
     park = [MemoryError("none left")] if rank == no_host_memory_on else []
     ends = []
     with (
-        mock.patch.object(room, "has_own_memory", return_value=True),
+        mock.patch.object(Room, "has_host", True),
         mock.patch.object(loaded, "OffloadedWeights", side_effect=lambda x: fail_once(park, x)),
     ):
         for turn in turns:
@@ -307,8 +307,8 @@ def sample_and_decode(
                 request, tensors = build_request(model, inputs, schedule, mesh=mesh)
             error, stats = "no error", JobStats()
             with (
-                mock.patch.object(runner._vae_work, "_free_bytes", side_effect=turn.free_bytes),
-                mock.patch.object(runner._vae_work._room, "usable", side_effect=turn.usable),
+                mock.patch.object(VAEWork, "_free_bytes", side_effect=turn.free_bytes),
+                mock.patch.object(Room, "usable", side_effect=turn.usable),
             ):
                 try:
                     stats = runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]

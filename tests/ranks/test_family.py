@@ -27,7 +27,7 @@ from comfy_wan_dist.jobs.handle import ModelHandle, ResolvedModel, resolve_model
 from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.mesh.workload import Workload
+from comfy_wan_dist.mesh.workload import Workload, requested_workload
 from comfy_wan_dist.model_file.header import read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
@@ -53,9 +53,7 @@ from devtools.mesh_runs import (
 from devtools.quantised import write_fp8
 from devtools.rank_pool import RankPool
 from workers.model.tokens import grid_of
-from workers.resident import fit as experts
-from workers.resident import memory as room
-from workers.sample_job import workload_of
+from workers.resident.memory import Room
 from workers.sampling.forward import validate_conditions
 
 pytestmark = pytest.mark.timeout(240)
@@ -267,7 +265,7 @@ def test_experts_in_different_forms_fit_where_their_own_sizes_do(
     groups = runner._plane.for_mesh(mesh_degrees("single"))
     memories = [
         rank_memory(
-            workload_of(request, read_wan_file(read_model_file(str(path))).shape),
+            requested_workload(request, read_wan_file(read_model_file(str(path))).shape),
             groups.degrees,
             groups.rank,
         )
@@ -276,12 +274,12 @@ def test_experts_in_different_forms_fit_where_their_own_sizes_do(
     weights = sum(memory.weights for memory in memories)
     room_for_both = weights + max(memory.total - memory.weights for memory in memories)
 
-    def usable(_: Any) -> int:
+    def usable() -> int:
         return room_for_both - missing - sum(slot.device_bytes() for slot in slots)
 
     with (
-        mock.patch.object(room, "has_own_memory", return_value=True),
-        mock.patch.object(experts, "usable_memory", usable),
+        mock.patch.object(Room, "has_host", True),
+        mock.patch.object(Room, "usable", side_effect=usable),
     ):
         runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
     held = [slot.device_bytes() for slot in slots]

@@ -34,7 +34,7 @@ from devtools.mesh_runs import (
 )
 from devtools.rank_pool import RankPool
 from devtools.vae_runs import build_decode, vae_spec
-from workers.resident import memory as room
+from workers.resident.memory import Room
 from workers.resident.slot import HeldModel, ModelSlot
 
 SHAPE = WanShape(dim=256, ffn_dim=128, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -92,26 +92,20 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
         return f"({name})" if slot.is_offloaded else name
 
     def run(moment: Moment) -> Ended:
-        def free_memory(*_: Any) -> int:
+        def free() -> int:
             used = sum(slot.device_bytes() for slot in slots())
             return moment.memory[rank] - 2 * used
 
         request: Any
-        host_memory = mock.Mock(return_value=LOTS)
         if isinstance(moment.spec, ModelSpec):
             request, tensors = build_request(moment.spec, inputs, SCHEDULE, mesh=MESH)
         else:
             request, tensors = build_decode(moment.spec, torch.ones(1, 48, 1, 4, 4))
         error, bytes_read = "", 0
         with (
-            # Asked for the host's when a VAE job moves weights there, else for the device's.
-            mock.patch.object(
-                room,
-                "free_memory",
-                free_memory if isinstance(moment.spec, ModelSpec) else host_memory,
-            ),
-            mock.patch.object(room, "usable_memory", free_memory),
-            mock.patch.object(room, "has_own_memory", return_value=True),
+            mock.patch.object(Room, "free", side_effect=free),
+            mock.patch.object(Room, "spare_on_host", return_value=LOTS),
+            mock.patch.object(Room, "has_host", True),
         ):
             try:
                 bytes_read = runner.run(request, LocalJob(tensors, agreement)).bytes_read  # type: ignore[arg-type]

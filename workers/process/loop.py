@@ -132,7 +132,7 @@ class Loop:
             id=request.id,
             buffers=buffers,
             agreement=self._agreement,
-            is_cancelled=lambda: self._inbox.is_cancelled(request.id),
+            cancel_requested=lambda: self._inbox.is_cancelled(request.id),
             send_progress=self._send_progress if self._rank == 0 else None,
         )
         return self._runner.run(request, job)

@@ -15,23 +15,17 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload
 from workers.parallel.groups import MeshGroups
 
-from .memory import CAUTION, free_memory, usable_memory
+from .memory import CAUTION, Room, free_memory
 
 
 def validate_memory(
-    shape: WanShape,
-    degrees: MeshDegrees,
-    *,
-    stage: int,
-    dtype: str,
-    local_ranks: int,
-    device: torch.device,
-    free_bytes: int,
+    shape: WanShape, degrees: MeshDegrees, *, stage: int, dtype: str, room: Room
 ) -> None:
     """Refuse weights that do not fit, naming a mesh of as many ranks that would. Raises InsufficientMemoryError.
 
-    local_ranks: those of this machine, which on the CPU share its memory.
+    On the CPU the ranks of this machine share its memory.
     """
+    device, local_ranks, free_bytes = room.device, room.local_ranks, room.free()
     shared = device.type == "cpu"
     each = load_bytes(shape, degrees, stage=stage, dtype=dtype)
     need = each * local_ranks if shared else each
@@ -68,11 +62,7 @@ def validate_memory(
 
 
 def margin_for_both(
-    workloads: Sequence[Workload],
-    groups: MeshGroups,
-    *,
-    device: torch.device,
-    weights_there: int,
+    workloads: Sequence[Workload], groups: MeshGroups, *, room: Room, weights_there: int
 ) -> int:
     """Bytes that this rank's device has left if it holds both experts during the job; below 0 they do not fit.
 
@@ -82,16 +72,16 @@ def margin_for_both(
     memories = [rank_memory(each, groups.degrees, groups.rank) for each in workloads]
     beside_weights = max(memory.total - memory.weights for memory in memories)
     weights = sum(memory.weights for memory in memories)
-    return usable_memory(device) + weights_there - weights - beside_weights
+    return room.usable() + weights_there - weights - beside_weights
 
 
-def validate_host_memory(weights: int, *, local_ranks: int) -> None:
+def validate_host_memory(weights: int, room: Room) -> None:
     """Refuse experts that cannot take turns: while they do, host memory holds both. Raises InsufficientMemoryError.
 
     weights: bytes of both on one rank.
     """
     free = free_memory(torch.device("cpu"))
-    need = weights * local_ranks
+    need = weights * room.local_ranks
     if need > CAUTION * free:
         raise InsufficientMemoryError(
             f"the model's two experts do not fit on the devices together, and to take turns there they need "

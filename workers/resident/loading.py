@@ -38,35 +38,28 @@ class FoundModel:
     shape: WanShape
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelLoader:
     """Loads transformers for one rank."""
 
-    def __init__(self, *, plane: PlaneGroups, files: ModelFiles, room: Room) -> None:
-        self._plane = plane
-        self._files = files
-        self._room = room
+    plane: PlaneGroups
+    files: ModelFiles
+    room: Room
 
     def recognise(self, spec: ModelSpec, degrees: MeshDegrees) -> FoundModel:
         """Read headers only. Raises ConfigError."""
         if spec.dtype not in COMPUTED:
             raise ConfigError(f"dtype {spec.dtype!r} is not known; use {', '.join(COMPUTED)}")
-        file = read_wan_file(self._files.read(spec))
+        file = read_wan_file(self.files.read(spec))
         validate_model(degrees, file.shape)
-        changes = read_changes(spec.loras, self._files, file.shape)
+        changes = read_changes(spec.loras, self.files, file.shape)
         shape = changed_shape(file.shape, changes)
         return FoundModel(spec=spec, file=file, changes=changes, shape=shape)
 
     def validate_fits(self, found: FoundModel, groups: MeshGroups) -> None:
         """Raises InsufficientMemoryError if this rank's part does not fit beside what the device holds."""
-        validate_memory(
-            found.shape,
-            groups.degrees,
-            stage=groups.pp.rank,
-            dtype=found.spec.dtype,
-            local_ranks=self._room.local_ranks,
-            device=self._room.device,
-            free_bytes=self._room.free(),
-        )
+        stage, dtype = groups.pp.rank, found.spec.dtype
+        validate_memory(found.shape, groups.degrees, stage=stage, dtype=dtype, room=self.room)
 
     def fits(self, found: FoundModel, groups: MeshGroups) -> bool:
         try:
@@ -82,17 +75,38 @@ class ModelLoader:
 
         Collectives: votes, and those of `load_weights` and `merge_changes`.
         """
-        spec, sharing = found.spec, self._read_groups()
+        spec, sharing, merged = found.spec, self._read_groups(), frozenset(found.changes)
 
         def allocate() -> WanModel:
             self.validate_fits(found, groups)
             dtype = dtype_named(spec.dtype)
-            return cut_model(found.shape, groups, dtype=dtype, device=self._room.device)
+            return cut_model(found.shape, groups, dtype=dtype, device=self.room.device)
 
         model = together(job, allocate)
-        bytes_read = together(job, lambda: self._fill(model, found, groups, sharing, report))
+
+        def fill() -> int:
+            """Load, then merge what the LoRAs change, which is left out before; `report` hears of both as one."""
+            whole = sum(part.file_bytes for part in own_parts(model, found.file, groups))
+            bytes_read = load_weights(
+                model,
+                found.file,
+                groups,
+                sharing=sharing,
+                milestone=lambda done, _, error: report(done, whole, error),
+                leave_out=merged,
+            )
+            return bytes_read + self._merge(
+                model,
+                found,
+                merged,
+                groups,
+                sharing,
+                lambda done, total, error: report(whole - total + done, whole, error),
+            )
+
+        bytes_read = together(job, fill)
         if spec.compile:
-            together(job, lambda: require_compiler(self._room.device))
+            together(job, lambda: require_compiler(self.room.device))
         loaded = finish_model(model, groups, compile_backend="inductor" if spec.compile else None)
         return HeldModel(spec=spec, loaded=loaded, changes=found.changes), bytes_read
 
@@ -112,33 +126,7 @@ class ModelLoader:
 
     def _read_groups(self) -> ReadGroups:
         """Collectives: the making of groups that no earlier load needed, so not between two votes."""
-        return build_read_groups(self._plane, local_ranks=self._room.local_ranks)
-
-    def _fill(
-        self,
-        model: WanModel,
-        found: FoundModel,
-        groups: MeshGroups,
-        sharing: ReadGroups,
-        report: Milestone,
-    ) -> int:
-        """Load, then merge what the LoRAs change, which is left out before; `report` hears of both as one."""
-        names = frozenset(found.changes)
-        parts = own_parts(model, found.file, groups)
-        whole = sum(part.file_bytes for part in parts)
-        bytes_read = load_weights(
-            model,
-            found.file,
-            groups,
-            sharing=sharing,
-            milestone=lambda done, _, error: report(done, whole, error),
-            leave_out=names,
-        )
-
-        def merging(done: int, total: int, error: Exception | None) -> None:
-            report(whole - total + done, whole, error)
-
-        return bytes_read + self._merge(model, found, names, groups, sharing, merging)
+        return build_read_groups(self.plane, local_ranks=self.room.local_ranks)
 
     def _merge(
         self,
@@ -160,5 +148,5 @@ class ModelLoader:
         )
         specs: tuple[Spec, ...] = (found.spec, *found.spec.loras)
         for each in specs:
-            self._files.read(each)  # still the same
+            self.files.read(each)  # still the same
         return bytes_read

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 UNLIMITED = 2**62
@@ -16,29 +18,31 @@ RESET_PEAK_RESIDENT = "5"
 """What to write to clear_refs. Source: Linux, Documentation/filesystems/proc.rst."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Room:
     """What one rank may plan with: of its device, and of the host's memory, which the machine's `local_ranks` share.
 
     On the CPU the host's memory is the device's.
     """
 
-    def __init__(self, *, device: torch.device, local_ranks: int) -> None:
-        self.device = device
-        self.local_ranks = local_ranks
+    device: torch.device
+    local_ranks: int
 
     @property
     def has_host(self) -> bool:
         """Whether what is moved to host memory makes room."""
-        return has_own_memory(self.device)
+        return self.device.type == "cuda"
 
     def free(self) -> int:
         """Free bytes of the device; on the CPU for all ranks together."""
         return free_memory(self.device)
 
     def usable(self) -> int:
-        """Free bytes for this rank."""
-        free_bytes = usable_memory(self.device)
-        return free_bytes // self.local_ranks if self.device.type == "cpu" else free_bytes
+        """Free bytes for this rank, with those that torch keeps for this process and has not given out."""
+        if self.device.type == "cpu":
+            return self.free() // self.local_ranks
+        reserved = torch.cuda.memory_reserved(self.device)
+        return self.free() + reserved - torch.cuda.memory_allocated(self.device)
 
     def spare(self) -> int:
         """The part of `usable` that may be planned with."""
@@ -60,20 +64,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return min(_available_memory(Path("/proc/meminfo")), left_by_group(Path("/sys/fs/cgroup")))
-
-
-def has_own_memory(device: torch.device) -> bool:
-    """Whether what is moved to host memory makes room on the device."""
-    return device.type == "cuda"
-
-
-def usable_memory(device: torch.device) -> int:
-    """Free bytes of the device, with those that torch keeps for this process and has not given out."""
-    kept = 0
-    if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_memory(device) + kept
+    return min(psutil.virtual_memory().available, left_by_group(Path("/sys/fs/cgroup")))
 
 
 def left_by_group(group: Path) -> int:
@@ -89,13 +80,6 @@ def left_by_group(group: Path) -> int:
     except (OSError, ValueError, KeyError):
         return UNLIMITED
     return max(0, limit - used + kept_files)
-
-
-def _available_memory(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{meminfo} does not say how much memory is available")
 
 
 def reset_peak_memory(device: torch.device) -> None:

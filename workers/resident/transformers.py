@@ -45,17 +45,15 @@ class Transformers:
         self,
         *,
         plane: PlaneGroups,
-        local_ranks: int,
         files: ModelFiles,
         room: Room,
         drop_vae: Callable[[], None],
     ) -> None:
-        """local_ranks: how many of the plane's ranks are on each machine. drop_vae: gives up the VAE's memory."""
+        """drop_vae: gives up the VAE's memory."""
         self.model = ModelSlot()
         self.low_noise = ModelSlot()
         self.bytes_read = 0
         self._plane = plane
-        self._local_ranks = local_ranks
         self._loader = ModelLoader(plane=plane, files=files, room=room)
         self._room = room
         self._drop_vae = drop_vae
@@ -200,8 +198,7 @@ class Transformers:
             return False
         there = self.model.device_bytes() + self.low_noise.device_bytes()
         margin = together(
-            job,
-            lambda: margin_for_both(of_both, groups, device=self._room.device, weights_there=there),
+            job, lambda: margin_for_both(of_both, groups, room=self._room, weights_there=there)
         )
         if job.agree_least(margin) >= 0:
             return False
@@ -210,7 +207,7 @@ class Transformers:
             for each in of_both
         )
         if self.model.held is None or self.low_noise.held is None:  # else one of them waits there
-            together(job, lambda: validate_host_memory(weights, local_ranks=self._local_ranks))
+            together(job, lambda: validate_host_memory(weights, self._room))
         return True
 
     def _have_model(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from comfy_wan_dist.ipc.messages import VAESpec
 from workers.checkpoint.files import ModelFiles
 from workers.checkpoint.sharing import build_read_groups
@@ -17,33 +15,23 @@ from .memory import Room
 from .transformers import Transformers
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeldVAE:
-    spec: VAESpec
-    vae: WanVAE
-
-
 class ResidentVAE:
     """The latest VAE, or none. bytes_read: what was asked of files since it was last set to 0."""
 
-    def __init__(
-        self, *, plane: PlaneGroups, local_ranks: int, files: ModelFiles, room: Room
-    ) -> None:
-        """local_ranks: how many of the plane's ranks are on each machine."""
+    def __init__(self, *, plane: PlaneGroups, files: ModelFiles, room: Room) -> None:
         self.bytes_read = 0
         self._plane = plane
-        self._local_ranks = local_ranks
         self._files = files
         self._room = room
-        self._held: HeldVAE | None = None
+        self._held: dict[VAESpec, WanVAE] = {}
 
     def have(self, spec: VAESpec, transformers: Transformers, job: Job) -> WanVAE:
         """The VAE `spec` names, loaded if it is not the one at hand.
 
         Where it finds no room the transformers' weights go to host memory. Collectives: votes, and those of the load.
         """
-        if self._held is not None and self._held.spec == spec:
-            return self._held.vae
+        if spec in self._held:
+            return self._held[spec]
         self.clear()
         dtype = dtype_named(spec.dtype)
 
@@ -56,7 +44,7 @@ class ResidentVAE:
             job,
             lambda: build_vae(self._files.read(spec).path, dtype=dtype, device=self._room.device),
         )
-        sharing = build_read_groups(self._plane, local_ranks=self._local_ranks, is_whole=True)
+        sharing = build_read_groups(self._plane, local_ranks=self._room.local_ranks, is_whole=True)
 
         def load() -> int:
             bytes_read = load_vae_weights(
@@ -66,10 +54,10 @@ class ResidentVAE:
             return bytes_read
 
         self.bytes_read += together(job, load)
-        self._held = HeldVAE(spec=spec, vae=vae)
+        self._held[spec] = vae
         return vae
 
     def clear(self) -> None:
         """Give up the VAE and its memory."""
-        self._held = None
+        self._held.clear()
         self._room.release()

@@ -140,20 +140,17 @@ def prepare_forward(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A model made ready for the forwards of one set of inputs. Made by `build_forward`."""
+    """A model made ready for the forwards of one set of inputs. Made by `build_forward`.
 
-    def __init__(
-        self,
-        model: WanModel,
-        inputs: RankInputs,
-        text: tuple[tuple[TextKeysValues, ...], ...],
-        guidance: float | None,
-    ) -> None:
-        self.model = model
-        self._inputs = inputs
-        self._text = text
-        self._guidance = guidance
+    text: the blocks' keys and values of each branch.
+    """
+
+    model: WanModel
+    inputs: RankInputs
+    text: tuple[tuple[TextKeysValues, ...], ...]
+    guidance: float | None
 
     def predict(self, x: Tensor, timestep: float) -> Tensor:
         """Velocity of the token shard x, [B, L, P] float32; equal on the ranks of cfg and on all stages.
@@ -161,22 +158,19 @@ class Forward:
         Collectives: the model's own, those of `forward_in_stages`, and with two branches on a cfg axis of 2 one
         all-gather of [B, L, P] float32.
         """
-        groups, branches = (
-            self._inputs.groups,
-            list(zip(self._inputs.branches, self._text, strict=True)),
-        )
-        scale = self._guidance
+        inputs, scale = self.inputs, self.guidance
+        groups, branches = inputs.groups, list(zip(inputs.branches, self.text, strict=True))
         if scale == 1 and groups.cfg.size == 1:
             branches, scale = branches[:1], None  # the negative prompt would cancel out
         samples = 1 if groups.pp.size == 1 else x.shape[0]
-        timesteps = self._inputs.row_factors * timestep
+        timesteps = inputs.row_factors * timestep
         batches = [
             batch
             for prompt, text in branches
             for batch in micro_batches(x, timesteps, text, prompt.conditions, samples)
         ]
         outputs = forward_in_stages(
-            self.model, batches, runs=self._inputs.runs, rope=self._inputs.rope, pp=groups.pp
+            self.model, batches, runs=inputs.runs, rope=inputs.rope, pp=groups.pp
         )
         predictions = [
             torch.cat(outputs[first : first + samples]) if samples > 1 else outputs[first]
@@ -197,7 +191,7 @@ def build_forward(model: WanModel, inputs: RankInputs, *, guidance: float | None
     The cfg axis, at size 2, has the prompt on its rank 0 and the negative prompt on rank 1.
     """
     text = tuple(model.encode_text(prompt.text, prompt.conditions) for prompt in inputs.branches)
-    return Forward(model, inputs, text, guidance)
+    return Forward(model=model, inputs=inputs, text=text, guidance=guidance)
 
 
 def micro_batches(
