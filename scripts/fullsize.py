@@ -33,7 +33,7 @@ from comfy_wan_dist.mesh.memory import weight_bytes
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.header import read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
-from devtools.leasing import leased
+from devtools.leasing import leased, lone_parcel, run_blocking
 
 OUT = Path(__file__).resolve().parent.parent / "out" / "fullsize"
 LATENT = (1, 48, 5, 16, 16)
@@ -145,7 +145,7 @@ def measure_job(group: WorkerGroup, path: Path, shape: WanShape) -> Found:
         moments[progress.phase] = time.monotonic()
 
     generator = torch.Generator().manual_seed(0)
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         noisy, cond = parcel.pack(
             [
                 torch.randn(LATENT, generator=generator),
@@ -179,7 +179,7 @@ def measure_job(group: WorkerGroup, path: Path, shape: WanShape) -> Found:
         watch = MemoryWatch(ranks)
         started = time.monotonic()
         with watch:
-            answers = group.run_blocking(request, parcel.fds, on_progress=note)
+            answers = run_blocking(group, request, parcel, on_progress=note)
         read = sum(map(bytes_read_by, ranks)) - read_before
     loaded = moments["load"]
     return Found(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError, JobCancelled
-from comfy_wan_dist.ipc.messages import JobRequest, LedgerLine, Progress, TensorRef
+from comfy_wan_dist.ipc.messages import LedgerLine, Progress, Request, TensorRef
 from comfy_wan_dist.ipc.shared import SharedBuffer, view_of
 from workers.checkpoint.sharing import Milestone
 from workers.parallel.agreement import Agreement, OutOfStep
@@ -32,12 +32,8 @@ class JobStats:
 class Runner(Protocol):
     """What a rank can do. The loop calls it from the main thread only."""
 
-    def run(self, request: JobRequest, job: Job) -> JobStats:
+    def run(self, request: Request, job: Job) -> JobStats:
         """Carry out `request`; ranks of ComfyUI's machine write the result into the tensor that the request names."""
-        ...
-
-    def unload(self) -> None:
-        """Drop all models and give their memory back."""
         ...
 
 

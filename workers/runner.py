@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import assert_never
 
-from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest, JobRequest, SampleRequest
+from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest, Request, SampleRequest
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 
 from .checkpoint.files import ModelFiles
@@ -49,7 +49,7 @@ class PlaneRunner(Runner):
             plane=plane, room=room, vae=self._vae, transformers=self._transformers
         )
 
-    def run(self, request: JobRequest, job: Job) -> JobStats:
+    def run(self, request: Request, job: Job) -> JobStats:
         self._transformers.bytes_read = self._vae.bytes_read = 0
         self._plane.ledger.clear()
         reset_peak_memory(self._device)
@@ -76,7 +76,3 @@ class PlaneRunner(Runner):
             peak_bytes=peak_memory(self._device),
             note=note,
         )
-
-    def unload(self) -> None:
-        self._transformers.clear()
-        self._vae.clear()

@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from ..ipc.channel import ChannelClosed, SocketChannel
+from ..ipc.channel import ChannelClosed
 from ..ipc.errors import ProtocolError, WorkerStartError
 from ..ipc.launch_options import LauncherOptions
 from ..ipc.messages import Ready, Shutdown
 from .environment import child_environment
+from .folder import PrivateFolder
 from .listener import Listener, RankConnection
 from .machines.door import MachineConnection, MachineDoor, command_to_join
 from .process import Lifeline, ProcessHandle
@@ -92,12 +93,13 @@ class RunningProcesses:
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.log.close)
         try:
-            self.listener = Listener(world_size=spec.ranks_per_machine)
-            self._resources.callback(self.listener.remove_folder)
+            self.folder = PrivateFolder()
+            self._resources.callback(self.folder.remove)
+            self.listener = Listener(self.folder, world_size=spec.ranks_per_machine)
             self._resources.callback(self.listener.close)
             self.door: MachineDoor | None = None
             if spec.machines is not None:
-                self.door = MachineDoor(spec, token=self.listener.token)
+                self.door = MachineDoor(spec, token=self.folder.token)
                 self._resources.callback(self.door.close)
             self._lifeline = Lifeline()
             self._resources.callback(self._lifeline.drop)
@@ -115,9 +117,6 @@ class RunningProcesses:
     def machines(self) -> dict[int, MachineConnection]:
         """The other machines that have joined, by number."""
         return {} if self.door is None else self.door.joined
-
-    def channel(self, rank: int) -> SocketChannel:
-        return self.ranks[rank].channel
 
     def close_doors(self) -> None:
         """Let nobody in any more."""
@@ -167,7 +166,7 @@ class RunningProcesses:
     def _launch(self) -> subprocess.Popen[bytes]:
         spec, door = self.spec, self.door
         options = LauncherOptions(
-            folder=self.listener.folder,
+            folder=self.folder.path,
             device=spec.devices.kind,
             mesh=str(spec.degrees),
             runner=spec.runner,

@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..ipc.channel import ChannelClosed, SocketChannel
 from ..ipc.errors import ProtocolError
@@ -59,29 +58,20 @@ class RankConnection:
 
 
 class Listener:
-    """The private folder, and the socket in it."""
+    """The socket in the private folder."""
 
-    def __init__(self, *, world_size: int) -> None:
+    def __init__(self, folder: PrivateFolder, *, world_size: int) -> None:
         """world_size: ranks 0..world_size-1 may report here."""
         self._world_size = world_size
-        self._private = PrivateFolder()
+        self._folder = folder
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(str(self.folder / SOCKET_NAME))
+            self._socket.bind(str(folder.path / SOCKET_NAME))
             self._socket.listen(world_size)
             self._socket.setblocking(False)
         except BaseException:
             self.close()
-            self.remove_folder()
             raise
-
-    @property
-    def folder(self) -> Path:
-        return self._private.path
-
-    @property
-    def token(self) -> str:
-        return self._private.token
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -107,7 +97,7 @@ class Listener:
                     f"process {pid} connected, which the group's launcher did not start"
                 )
             hello = channel.receive(HELLO_TIMEOUT_S).message
-            if not isinstance(hello, Hello) or not same_secret(hello.token, self.token):
+            if not isinstance(hello, Hello) or not same_secret(hello.token, self._folder.token):
                 raise ProtocolError(f"process {pid} does not know the token")
             if not 0 <= hello.rank < self._world_size or hello.pid != pid:
                 raise ProtocolError(
@@ -123,6 +113,3 @@ class Listener:
 
     def close(self) -> None:
         self._socket.close()
-
-    def remove_folder(self) -> None:
-        self._private.remove()

@@ -6,7 +6,8 @@ import contextlib
 import os
 import select
 import signal
-from pathlib import Path
+
+import psutil
 
 
 class ProcessHandle:
@@ -19,9 +20,6 @@ class ProcessHandle:
     def fileno(self) -> int:
         """Readable once the process has ended."""
         return self._pidfd
-
-    def has_ended(self) -> bool:
-        return self.wait(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the process ended within `timeout_s`. Does not reap."""
@@ -63,8 +61,6 @@ class Lifeline:
 def parent_pid(pid: int) -> int | None:
     """Parent of a process, or None if it is gone."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+        return int(psutil.Process(pid).ppid())
+    except psutil.NoSuchProcess:
         return None
-    # The name in parentheses may hold anything, so count from its end: state, then parent.
-    return int(status.rpartition(b")")[2].split()[1])

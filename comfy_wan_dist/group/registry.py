@@ -111,10 +111,8 @@ class GroupRegistry:
             self._drop_ended()
             for entry in self._entries:
                 if entry.spec.key == spec.key and entry.takes_leases():
-                    group = entry.running()
-                    if group is None or group.hold():
-                        entry.leases += 1
-                        return entry
+                    entry.leases += 1
+                    return entry
             entry = _Entry(spec)
             entry.leases = 1
             earlier = [
@@ -133,10 +131,7 @@ class GroupRegistry:
     def _leave(self, entry: _Entry) -> None:
         with self._changed:
             entry.leases -= 1
-            group = entry.running()
-            if group is not None:
-                group.release()
-            elif entry.leases == 0 and not entry.group.done():
+            if entry.leases == 0 and not entry.group.done():
                 entry.called_off.set()
             self._changed.notify_all()
 
@@ -153,8 +148,6 @@ class GroupRegistry:
             return
         with self._changed:
             if not entry.called_off.is_set():
-                for _ in range(entry.leases):
-                    group.hold()
                 entry.group.set_result(group)
                 self._changed.notify_all()
                 return

@@ -14,9 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..ipc.errors import (
     InsufficientMemoryError,
@@ -32,6 +30,7 @@ from ..ipc.shared import BufferPool, Parcel
 from ..mesh.devices import DeviceList
 from .client import WorkerGroup
 from .queue import SETTLE_S, Piece, PlaneQueue, Ticket
+from .registry import GroupRegistry
 from .shared_run import Member, RunDisbanded, RunRefused, SharedRun
 from .spec import GroupKey, LaunchSpec
 from .waiting import InterruptCheck, attended, ignore
@@ -65,20 +64,10 @@ class Caller:
     make_room: Callable[[DeviceList], None] = lambda devices: None
 
 
-class GroupSource(Protocol):
-    """Where groups are had from (registry.py)."""
-
-    def lease(
-        self, spec: LaunchSpec, *, check_interrupt: InterruptCheck
-    ) -> AbstractAsyncContextManager[WorkerGroup]: ...
-
-    def running_groups(self) -> Sequence[WorkerGroup]: ...
-
-
 class Scheduler:
     """Spreads pieces over planes. Safe from several threads and event loops."""
 
-    def __init__(self, groups: GroupSource, *, settle_s: float = SETTLE_S) -> None:
+    def __init__(self, groups: GroupRegistry, *, settle_s: float = SETTLE_S) -> None:
         self._groups = groups
         self._queue = PlaneQueue(settle_s=settle_s)
         self._pool = BufferPool()
@@ -208,16 +197,11 @@ class Scheduler:
         """Wait for a run that another piece leads."""
 
         def attend() -> None:
-            deliver()
-            caller.check_interrupt()
-
-        def deliver() -> None:
             while member.progress:
                 caller.on_progress(index, member.progress.popleft())
+            caller.check_interrupt()
 
-        answers = await attended(member.answers, attend)
-        deliver()
-        return answers
+        return await attended(member.answers, attend)
 
     @contextlib.asynccontextmanager
     async def _leased(self, plane: LaunchSpec, caller: Caller) -> AsyncIterator[WorkerGroup]:

@@ -24,7 +24,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..ipc.errors import ProtocolError
 from ..ipc.messages import (
     COND,
     RESULT,
@@ -37,7 +36,7 @@ from ..ipc.messages import (
     tensor_refs,
     with_tensor_refs,
 )
-from ..ipc.shared import Parcel, SharedBuffer, map_buffer
+from ..ipc.shared import Parcel, SharedBuffer, map_buffer, view_of
 from .spec import LaunchSpec
 
 TensorOf = Callable[[TensorRef], Tensor]
@@ -63,18 +62,16 @@ class Member:
         self.fds = tuple(fds)
         self.progress: deque[Progress] = deque()
         self.answers: Future[tuple[Done, ...]] = Future()
-        self._buffers: dict[int, SharedBuffer] = {}
+        self._buffers: tuple[SharedBuffer, ...] = ()
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """A view on the caller's buffer."""
-        if not 0 <= ref.buffer < len(self.fds):
-            raise ProtocolError(f"a tensor names buffer {ref.buffer} of {len(self.fds)}")
-        if ref.buffer not in self._buffers:
-            self._buffers[ref.buffer] = map_buffer(self.fds[ref.buffer])
-        return self._buffers[ref.buffer].tensor(ref)
+        if not self._buffers:
+            self._buffers = tuple(map(map_buffer, self.fds))
+        return view_of(self._buffers, ref)
 
     def forget_buffers(self) -> None:
-        self._buffers.clear()
+        self._buffers = ()
 
 
 class SharedRun:

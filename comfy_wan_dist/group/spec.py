@@ -27,8 +27,6 @@ class LaunchSpec:
     log_path: the ranks' output is appended there and stays after the group's end.
     runner: `module:function` in the ranks that builds what answers requests (workers/process/loop.py).
     start_timeout_s: from launch until every rank is ready.
-    idle_timeout_s: end the group when nobody has used it for so long; None keeps it, as ComfyUI
-    keeps its models.
     """
 
     degrees: MeshDegrees
@@ -38,7 +36,6 @@ class LaunchSpec:
     pack_root: Path = PACK_ROOT
     runner: str = DEFAULT_RUNNER
     start_timeout_s: float = 180.0
-    idle_timeout_s: float | None = None
     machines: Machines | None = None
 
     def __post_init__(self) -> None:

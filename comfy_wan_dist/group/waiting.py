@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -42,16 +41,6 @@ async def attended(future: Future[T], attend: Callable[[], None]) -> T:
     while not future.done():
         # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with the result.
         await asyncio.wait([done], timeout=POLL_S)
-        attend()
-    attend()
-    return future.result()
-
-
-def attended_blocking(future: Future[T], attend: Callable[[], None]) -> T:
-    """`attended` for a thread without an event loop."""
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    while not done.wait(POLL_S):
         attend()
     attend()
     return future.result()

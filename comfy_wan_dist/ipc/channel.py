@@ -24,7 +24,6 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from .errors import ProtocolError, WanDistError
 from .messages import MAX_MESSAGE_BYTES, Message, decode, encode
@@ -53,32 +52,8 @@ class Received:
     fds: tuple[int, ...] = ()
 
 
-class Channel(Protocol):
-    """One end of a two-way stream of messages."""
-
-    def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
-        """Send a message; `fds` stay the caller's.
-
-        Raises ChannelClosed, or TimeoutError if the other side does not read; the channel is of no
-        use after either.
-        """
-        ...
-
-    def receive(self, timeout_s: float | None) -> Received:
-        """The next message; None waits for ever.
-
-        Raises TimeoutError (the channel stays usable), ChannelClosed at the end, or ProtocolError,
-        after which the channel is of no use.
-        """
-        ...
-
-    def close(self) -> None:
-        """End both directions, waking a receiver on either side. May be called twice."""
-        ...
-
-
 class SocketChannel:
-    """A channel over a connected stream socket, which it owns; descriptors need AF_UNIX."""
+    """One end of a two-way stream of messages over a connected socket, which it owns; descriptors need AF_UNIX."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -104,6 +79,11 @@ class SocketChannel:
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
     def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        """Send a message; `fds` stay the caller's.
+
+        Raises ChannelClosed, or TimeoutError if the other side does not read; the channel is of no
+        use after either.
+        """
         body = encode(message)
         if len(body) > MAX_MESSAGE_BYTES or len(fds) > MAX_FDS:
             raise ProtocolError(
@@ -125,24 +105,25 @@ class SocketChannel:
                 control = []
 
     def receive(self, timeout_s: float | None) -> Received:
+        """The next message; None waits for ever.
+
+        Raises TimeoutError (the channel stays usable), ChannelClosed at the end, or ProtocolError,
+        after which the channel is of no use.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while (length := self._frame_length()) is None or len(self._data) < length:
                 self._fill(length or _LENGTH.size, deadline)
+            message = decode(bytes(self._data[_LENGTH.size :]))
         except ProtocolError:
             self._drop_fds()
             raise
-        body = bytes(self._data[_LENGTH.size :])
         self._data.clear()
-        try:
-            message = decode(body)
-        except ProtocolError:
-            self._drop_fds()
-            raise
         fds, self._fds = tuple(self._fds), []
         return Received(message=message, fds=fds)
 
     def close(self) -> None:
+        """End both directions, waking a receiver on either side. May be called twice."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

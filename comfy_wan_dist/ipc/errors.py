@@ -95,3 +95,11 @@ CONFIG_ERRORS: dict[str, type[ConfigError]] = {
     kind.__name__: kind
     for kind in (ConfigError, ModelFileError, MeshError, InsufficientMemoryError)
 }
+
+
+def error_name(error: BaseException) -> str:
+    """The name under which `error` travels; a subclass of a known class goes by that class."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in CONFIG_ERRORS or kind is JobCancelled:
+            return kind.__name__
+    return type(error).__name__

@@ -4,7 +4,7 @@ A message is one frozen dataclass. On the wire it is `{"version", "kind", "body"
 the body is checked field by field against the annotations, so that a wrong message fails here and not later.
 Tensors never travel in a message: a `TensorRef` points into a shared buffer whose descriptor rides on the frame.
 
-A new kind of job is one more request class in `MESSAGES`.
+A new kind of job is one more class in `Request`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -175,13 +175,6 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unload:
-    """Drop all models and give their memory back."""
-
-    id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Shutdown:
     """End the process after the running job's next step."""
 
@@ -300,31 +293,11 @@ class Refuse:
     reason: str
 
 
-MESSAGES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        SampleRequest,
-        DecodeRequest,
-        EncodeRequest,
-        Cancel,
-        Unload,
-        Shutdown,
-        Hello,
-        Ready,
-        Progress,
-        Done,
-        Failed,
-        Arrive,
-        Join,
-        Refuse,
-    )
-}
-
-JobRequest = SampleRequest | DecodeRequest | EncodeRequest
-Request = JobRequest | Unload
+Request = SampleRequest | DecodeRequest | EncodeRequest
 Message = (
     Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed | Arrive | Join | Refuse
 )
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in typing.get_args(Message)}
 
 RESULT = "result"
 """The field of every job that names the tensor to be written; all other tensors are read."""
@@ -379,9 +352,9 @@ def decode(data: bytes) -> Message:
             f"protocol version {version!r} was received; this side speaks {PROTOCOL_VERSION}"
         )
     name = envelope.get("kind")
-    if not isinstance(name, str) or name not in MESSAGES:
+    if not isinstance(name, str) or name not in KINDS:
         raise ProtocolError(f"unknown kind of message {name!r}")
-    message: Message = from_plain(MESSAGES[name], envelope.get("body"), name)
+    message: Message = from_plain(KINDS[name], envelope.get("body"), name)
     return message
 
 

@@ -336,9 +336,6 @@ class MapCache:
             self._mappings.popitem(last=False)
         return buffers
 
-    def clear(self) -> None:
-        self._mappings.clear()
-
     def _adopt_one(self, fd: int) -> SharedBuffer:
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)

@@ -1,35 +1,34 @@
-"""The rank's loop over an in-memory channel: what is answered, and what ends it."""
+"""The rank's loop and its inbox: what is answered, and what ends it."""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
-from memory_channel import MemoryChannel, memory_pair
 
+from comfy_wan_dist.ipc.channel import SocketChannel
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled, MeshError
 from comfy_wan_dist.ipc.messages import (
     Cancel,
     DecodeRequest,
     Done,
     Failed,
-    JobRequest,
     Message,
     Progress,
+    Request,
     Shutdown,
     TensorRef,
-    Unload,
     VAESpec,
 )
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel
 from workers.job import Job, JobStats
 from workers.parallel.agreement import Agreement
-from workers.process.buffers import MappedBuffers
-from workers.process.inbox import Inbox
-from workers.process.loop import Loop
+from workers.process.buffers import build_buffers
+from workers.process.loop import Inbox, Loop
 
 
 class ScriptedRunner:
@@ -37,9 +36,8 @@ class ScriptedRunner:
 
     def __init__(self) -> None:
         self.started = threading.Event()
-        self.unloads = 0
 
-    def run(self, request: JobRequest, job: Job) -> JobStats:
+    def run(self, request: Request, job: Job) -> JobStats:
         assert isinstance(request, DecodeRequest)
         match request.vae.path:
             case "echo":
@@ -63,26 +61,26 @@ class ScriptedRunner:
                 job.report("decode", 1, 2)
         return JobStats(bytes_read=5)
 
-    def unload(self) -> None:
-        self.unloads += 1
-
 
 class Rank:
     """A loop in a thread, and the client's end of its channel."""
 
     def __init__(self) -> None:
-        self.client, theirs = memory_pair()
+        self.client, self.channel = map(SocketChannel, socket.socketpair())
         self.ends: list[tuple[str, int]] = []
         self.runner = ScriptedRunner()
-        inbox = Inbox(theirs, on_end=lambda reason, status: self.ends.append((reason, status)))
+        inbox = Inbox(
+            self.channel, on_end=lambda reason, status: self.ends.append((reason, status))
+        )
         inbox.start()
         self.inbox = inbox
+        agreement = Agreement(rank=0, size=1, group=None)
         loop = Loop(
-            channel=theirs,
+            channel=self.channel,
             inbox=inbox,
             runner=self.runner,
-            agreement=Agreement(rank=0, size=1, group=None),
-            buffers=MappedBuffers(),
+            agreement=agreement,
+            adopt=build_buffers(rank=0, head_ranks=1, world_size=1, agreement=agreement),
             rank=0,
         )
         self.status: int | None = None
@@ -116,6 +114,7 @@ def rank() -> Iterator[Rank]:
     rank.client.send(Shutdown(), timeout_s=1)
     rank.end()
     rank.client.close()
+    rank.channel.close()
     rank.pool.close()
 
 
@@ -195,12 +194,6 @@ def test_every_report_reaches_the_client_in_order(rank: Rank) -> None:
     assert progress == [Progress(id="job", phase=p, done=d, total=t) for p, d, t in expected]
 
 
-def test_unload_reaches_the_runner(rank: Rank) -> None:
-    rank.client.send(Unload(id="u"), timeout_s=1)
-    assert isinstance(rank.client.receive(5).message, Done)
-    assert rank.runner.unloads == 1
-
-
 def test_loop_leaks_no_descriptor(rank: Rank) -> None:
     rank.ask("echo")
     rank.result = torch.empty(0)
@@ -213,8 +206,7 @@ def test_loop_leaks_no_descriptor(rank: Rank) -> None:
 
 @pytest.mark.parametrize("kind", ["closed", "nonsense"])
 def test_inbox_ends_the_process_when_the_client_goes(kind: str) -> None:
-    client: MemoryChannel
-    client, theirs = memory_pair()
+    client, theirs = socket.socketpair()
     ended = threading.Event()
     statuses: list[int] = []
 
@@ -222,12 +214,13 @@ def test_inbox_ends_the_process_when_the_client_goes(kind: str) -> None:
         statuses.append(status)
         ended.set()
 
-    Inbox(theirs, on_end=on_end).start()
-    if kind == "closed":
-        client.close()
+    channel = SocketChannel(theirs)
+    Inbox(channel, on_end=on_end).start()
+    if kind == "nonsense":
+        client.send(b"\x01\0\0\0?")
     else:
-        from memory_channel import Packet
-
-        client._outbox.put(Packet(body=b"?", fds=()))
+        client.close()
     assert ended.wait(5)
+    client.close()
+    channel.close()
     assert statuses == [0 if kind == "closed" else 1]

@@ -31,8 +31,9 @@ from comfy_wan_dist.ipc.errors import (
     ModelFileError,
     RemoteError,
 )
-from comfy_wan_dist.ipc.messages import Done, Progress, Unload
-from devtools.leasing import leased
+from comfy_wan_dist.ipc.messages import Done, Progress
+from comfy_wan_dist.ipc.shared import BufferPool, Parcel
+from devtools.leasing import leased, lone_parcel, run_blocking
 
 LOOPBACK = {("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")}
 
@@ -68,7 +69,7 @@ def group_survives(group: WorkerGroup) -> Iterator[None]:
 
 def test_run_returns_what_the_ranks_answer_and_wrote(group: WorkerGroup) -> None:
     async def job() -> tuple[tuple[Done, ...], torch.Tensor]:
-        with group.parcel() as parcel:
+        with lone_parcel() as parcel:
             request = stub_request(parcel, "echo", size=1000)
             return await group.run(request, parcel.fds), parcel.tensor(request.result)
 
@@ -100,10 +101,13 @@ def test_lease_finds_the_running_group(
 
 def test_progress_is_delivered_to_the_caller(group: WorkerGroup) -> None:
     seen: list[tuple[Progress, int]] = []
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, "sleep:3")
-        group.run_blocking(
-            request, parcel.fds, on_progress=lambda p: seen.append((p, threading.get_ident()))
+        run_blocking(
+            group,
+            request,
+            parcel,
+            on_progress=lambda p: seen.append((p, threading.get_ident())),
         )
     assert seen[-1][0] == Progress(id="job", phase="sample", done=3, total=3)
     assert {thread for _, thread in seen} == {threading.get_ident()}
@@ -123,10 +127,11 @@ def test_interrupt_stops_all_ranks_within_a_step(group: WorkerGroup, way: str) -
             raise Interrupted
 
     started = time.monotonic()
-    with group.parcel() as parcel, pytest.raises(Interrupted):
-        group.run_blocking(
+    with lone_parcel() as parcel, pytest.raises(Interrupted):
+        run_blocking(
+            group,
             stub_request(parcel, "sleep:400"),
-            parcel.fds,
+            parcel,
             on_progress=progress,
             check_interrupt=check,
         )
@@ -136,7 +141,7 @@ def test_interrupt_stops_all_ranks_within_a_step(group: WorkerGroup, way: str) -
 @pytest.mark.parametrize("times", [1, 3])
 def test_asyncio_cancellation_stops_all_ranks(group: WorkerGroup, times: int) -> None:
     async def main() -> None:
-        with group.parcel() as parcel:
+        with lone_parcel() as parcel:
             job = asyncio.create_task(group.run(stub_request(parcel, "sleep:400"), parcel.fds))
             await asyncio.sleep(0.3)
             for _ in range(times):
@@ -152,7 +157,7 @@ def test_asyncio_cancellation_stops_all_ranks(group: WorkerGroup, times: int) ->
 
 def test_run_does_not_block_the_event_loop(group: WorkerGroup) -> None:
     async def main() -> int:
-        with group.parcel() as parcel:
+        with lone_parcel() as parcel:
             job = asyncio.create_task(group.run(stub_request(parcel, "sleep:10"), parcel.fds))
             turns = 0
             while not job.done():
@@ -192,13 +197,13 @@ def test_jobs_run_one_at_a_time_in_order_on_all_ranks(group: WorkerGroup) -> Non
     is_running = threading.Event()
 
     def from_thread() -> None:
-        with group.parcel() as parcel:
+        with lone_parcel() as parcel:
             request = stub_request(parcel, "sleep:8", id="thread")
-            group.run_blocking(request, parcel.fds, on_progress=lambda _: is_running.set())
+            run_blocking(group, request, parcel, on_progress=lambda _: is_running.set())
         finished.append(-1)
 
     async def one(number: int) -> None:
-        with group.parcel() as parcel:
+        with lone_parcel() as parcel:
             request = stub_request(parcel, "echo", id=f"job {number}")
             await group.run(request, parcel.fds)
             assert torch.equal(parcel.tensor(request.result), torch.arange(4.0) + 1)
@@ -218,7 +223,7 @@ def test_jobs_run_one_at_a_time_in_order_on_all_ranks(group: WorkerGroup) -> Non
 
 def test_a_job_cancelled_in_the_queue_never_runs(group: WorkerGroup) -> None:
     async def main() -> None:
-        with group.parcel() as parcel, group.parcel() as other:
+        with lone_parcel() as parcel, lone_parcel() as other:
             first = asyncio.create_task(group.run(stub_request(parcel, "sleep:8"), parcel.fds))
             second = asyncio.create_task(
                 group.run(stub_request(other, "exit:0", id="second"), other.fds)
@@ -233,15 +238,11 @@ def test_a_job_cancelled_in_the_queue_never_runs(group: WorkerGroup) -> None:
     asyncio.run(main())
 
 
-def test_unload_is_answered_by_every_rank(group: WorkerGroup) -> None:
-    assert len(group.run_blocking(Unload(id="u"))) == 2
-
-
 def test_a_wrong_ref_is_refused_by_the_ranks(group: WorkerGroup) -> None:
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, "echo")
         with pytest.raises(RemoteError, match="ProtocolError"):
-            group.run_blocking(request, parcel.fds[:1])
+            asyncio.run(group.run(request, parcel.fds[:1]))
 
 
 def test_twenty_jobs_leak_no_descriptor_on_either_side(group: WorkerGroup) -> None:
@@ -249,17 +250,22 @@ def test_twenty_jobs_leak_no_descriptor_on_either_side(group: WorkerGroup) -> No
         gc.collect()
         return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), *group.pids)]
 
-    for _ in range(3):
-        ask(group, "echo")
+    def run_jobs(count: int) -> None:
+        for _ in range(count):
+            with Parcel(pool) as parcel:
+                run_blocking(group, stub_request(parcel, "echo"), parcel)
+
+    pool = BufferPool()  # one, as the scheduler's: ranks keep mappings of the last buffers
+    run_jobs(3)
     before = counts()
-    for _ in range(20):
-        ask(group, "echo")
+    run_jobs(20)
     # A leak is one a job; other tests' threads open and close a few of their own.
     assert all(now < then + 10 for now, then in zip(counts(), before, strict=True))
+    pool.close()
 
 
 def test_group_listens_on_loopback_only_and_hides_its_token(group: WorkerGroup) -> None:
-    folder = group._processes.listener.folder
+    folder = group._processes.folder.path
     pids = processes_naming(str(folder))
     assert set(group.pids) <= set(pids)
     addresses = listening_addresses(pids)
@@ -276,7 +282,7 @@ def test_group_listens_on_loopback_only_and_hides_its_token(group: WorkerGroup) 
 
 def test_a_job_that_was_cancelled_raises_what_the_caller_raised(group: WorkerGroup) -> None:
     """Not the JobCancelled of the ranks, which is for jobs that somebody else stopped."""
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, "sleep:400")
 
         async def main() -> None:

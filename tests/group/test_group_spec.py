@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from comfy_wan_dist.group import launch, listener
 from comfy_wan_dist.group.environment import child_environment
+from comfy_wan_dist.group.folder import PrivateFolder
 from comfy_wan_dist.group.launch import GroupLog, StartingGroup
 from comfy_wan_dist.group.listener import Listener
 from comfy_wan_dist.group.process import ProcessHandle, parent_pid
@@ -164,23 +165,24 @@ def test_process_handle_never_signals_a_stranger() -> None:
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     monkeypatch.setattr(listener, "HELLO_TIMEOUT_S", 0.2)
-    door = Listener(world_size=2)
+    folder = PrivateFolder()
+    door = Listener(folder, world_size=2)
     yield door
     door.close()
-    door.remove_folder()
-    assert not door.folder.exists()
+    folder.remove()
+    assert not folder.path.exists()
 
 
 def connect(door: Listener) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(str(door.folder / "socket"))
+    connection.connect(str(door._folder.path / "socket"))
     return connection
 
 
 def hello(
     door: Listener, *, token: str | None = None, rank: int = 1, pid: int | None = None
 ) -> Hello:
-    true_token = (door.folder / "token").read_text()
+    true_token = (door._folder.path / "token").read_text()
     return Hello(
         token=true_token if token is None else token,
         rank=rank,
@@ -198,7 +200,7 @@ def test_listener_admits_a_child_of_the_launcher_with_the_token(door: Listener) 
     admitted.channel.close()
     admitted.process.close()
     client.close()
-    assert stat.S_IMODE(door.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(door._folder.path.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(
@@ -264,8 +266,9 @@ def test_listener_finds_a_shorter_place_for_its_socket(
     deep = tmp_path / ("x" * 60) / ("y" * 60)
     deep.mkdir(parents=True)
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    door = Listener(world_size=1)
+    folder = PrivateFolder()
+    door = Listener(folder, world_size=1)
     connect(door).close()
     door.close()
-    door.remove_folder()
+    folder.remove()
     assert list(deep.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Frames, descriptors and deadlines of channels; the in-memory twin keeps the same contract."""
+"""Frames, descriptors and deadlines of channels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_channel import memory_pair
 
 from comfy_wan_dist.ipc import channel as channel_module
-from comfy_wan_dist.ipc.channel import MAX_FDS, Channel, ChannelClosed, SocketChannel
+from comfy_wan_dist.ipc.channel import MAX_FDS, ChannelClosed, SocketChannel
 from comfy_wan_dist.ipc.errors import ConfigError, ProtocolError
 from comfy_wan_dist.ipc.messages import (
-    MESSAGES,
+    KINDS,
     PROTOCOL_VERSION,
     Cancel,
     DecodeRequest,
@@ -54,14 +53,9 @@ def raw_and_channel() -> Iterator[tuple[socket.socket, SocketChannel]]:
     channel.close()
 
 
-@pytest.fixture(params=["socket", "memory"])
-def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
-    one: Channel
-    other: Channel
-    if request.param == "socket":
-        one, other = map(SocketChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-    else:
-        one, other = memory_pair()
+@pytest.fixture
+def pair() -> Iterator[tuple[SocketChannel, SocketChannel]]:
+    one, other = map(SocketChannel, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
     yield one, other
     one.close()
     other.close()
@@ -76,7 +70,9 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(end)
 
 
-def test_channel_carries_messages_both_ways_in_order(pair: tuple[Channel, Channel]) -> None:
+def test_channel_carries_messages_both_ways_in_order(
+    pair: tuple[SocketChannel, SocketChannel],
+) -> None:
     one, other = pair
     request = DecodeRequest(
         id="\u00e4 \U0001f600",
@@ -93,7 +89,7 @@ def test_channel_carries_messages_both_ways_in_order(pair: tuple[Channel, Channe
 
 
 def test_channel_carries_descriptors_with_their_own_message(
-    pair: tuple[Channel, Channel], pipe: tuple[int, int]
+    pair: tuple[SocketChannel, SocketChannel], pipe: tuple[int, int]
 ) -> None:
     one, other = pair
     reading, writing = pipe
@@ -111,7 +107,7 @@ def test_channel_carries_descriptors_with_their_own_message(
         os.close(fd)
 
 
-def test_channel_raises_timeout_and_stays_usable(pair: tuple[Channel, Channel]) -> None:
+def test_channel_raises_timeout_and_stays_usable(pair: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = pair
     started = time.monotonic()
     with pytest.raises(TimeoutError):
@@ -121,7 +117,7 @@ def test_channel_raises_timeout_and_stays_usable(pair: tuple[Channel, Channel]) 
     assert other.receive(1).message == CANCEL
 
 
-def test_channel_raises_closed_on_both_sides(pair: tuple[Channel, Channel]) -> None:
+def test_channel_raises_closed_on_both_sides(pair: tuple[SocketChannel, SocketChannel]) -> None:
     one, other = pair
     one.close()
     for _ in range(2):
@@ -133,7 +129,7 @@ def test_channel_raises_closed_on_both_sides(pair: tuple[Channel, Channel]) -> N
         one.send(CANCEL, timeout_s=1)
 
 
-def test_channel_close_wakes_a_receiver(pair: tuple[Channel, Channel]) -> None:
+def test_channel_close_wakes_a_receiver(pair: tuple[SocketChannel, SocketChannel]) -> None:
     one, _ = pair
     closer = threading.Timer(0.05, one.close)
     closer.start()
@@ -143,7 +139,7 @@ def test_channel_close_wakes_a_receiver(pair: tuple[Channel, Channel]) -> None:
 
 
 def test_closed_pair_frees_descriptors_that_nobody_received(
-    pair: tuple[Channel, Channel], pipe: tuple[int, int]
+    pair: tuple[SocketChannel, SocketChannel], pipe: tuple[int, int]
 ) -> None:
     one, other = pair
     reading, writing = pipe
@@ -200,8 +196,6 @@ def test_receive_refuses_an_announced_giant_before_reading_it(
 
 
 def test_send_refuses_what_the_other_side_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = memory_pair()
-    one.close()
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     channel = SocketChannel(left)
     with pytest.raises(ProtocolError):
@@ -211,7 +205,6 @@ def test_send_refuses_what_the_other_side_would(monkeypatch: pytest.MonkeyPatch)
         channel.send(CANCEL, timeout_s=1)
     channel.close()
     right.close()
-    other.close()
 
 
 @pytest.mark.parametrize("count", [MAX_FDS + 1, 100])
@@ -308,7 +301,7 @@ JSON = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(
-    kind=st.sampled_from(sorted(MESSAGES)) | st.text(max_size=8),
+    kind=st.sampled_from(sorted(KINDS)) | st.text(max_size=8),
     body=JSON,
     version=st.just(PROTOCOL_VERSION) | JSON,
 )

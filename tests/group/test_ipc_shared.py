@@ -168,7 +168,7 @@ def test_map_cache_closes_every_descriptor_also_when_one_is_refused() -> None:
     cache = MapCache(max_bytes=MIB)
     with pytest.raises(ProtocolError):
         cache.adopt([create_buffer(MIB), os.open(os.devnull, os.O_RDONLY), create_buffer(MIB)])
-    cache.clear()
+    del cache
     gc.collect()
     assert open_fds() <= before
 

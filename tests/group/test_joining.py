@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from group_kit import Interrupted
+from group_kit import Interrupted, empty_request
 from torch import Tensor
 
 from comfy_wan_dist.group.queue import SETTLE_S, Piece
@@ -50,9 +50,9 @@ from comfy_wan_dist.ipc.messages import (
     Done,
     ModelSpec,
     Progress,
+    Request,
     SampleRequest,
     TensorRef,
-    Unload,
     tensor_refs,
 )
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel, map_buffer
@@ -179,7 +179,7 @@ class FakeGroup:
 
     async def run(
         self,
-        request: SampleRequest | Unload,
+        request: Request,
         fds: Sequence[int],
         *,
         on_progress: Callable[[Progress], None],
@@ -383,7 +383,7 @@ def test_requests_that_differ_in_more_than_their_samples_are_not_joinable(
     assert is_joinable(first, make_request("c", make_tensors(3, batch=2, text_batch=2), parcel))
     assert not is_joinable(first, other)
     assert not is_joinable(other, first)
-    assert not is_joinable(first, Unload(id="d"))
+    assert not is_joinable(first, empty_request("d"))
 
 
 @pytest.mark.parametrize("leave_out", [(), TENSOR_OPTIONS])

@@ -83,7 +83,7 @@ from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines, parse_machines
 from comfy_wan_dist.model_file.header import content_of, read_model_file
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
-from devtools.leasing import leased
+from devtools.leasing import leased, lone_parcel, run_blocking
 from devtools.mesh_runs import (
     CASES,
     GUIDANCE,
@@ -693,11 +693,11 @@ def run_sample(
 ) -> tuple[torch.Tensor, list[int]]:
     """Result, and the bytes that each rank has read."""
     request, tensors = build_request(spec, inputs, schedule, mesh=str(group.spec.degrees))
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         refs = [*parcel.pack(tensors[:-1]), parcel.reserve(tensors[-1].shape, torch.float32)]
         named = {name: refs[ref.buffer] for name, ref in tensor_refs(request).items()}
         sent = with_tensor_refs(request, named)
-        answers = group.run_blocking(sent, parcel.fds, on_progress=on_progress)
+        answers = run_blocking(group, sent, parcel, on_progress=on_progress)
         return parcel.tensor(named["result"]), [answer.bytes_read for answer in answers]
 
 

@@ -210,7 +210,7 @@ def test_cancelled_node_stops_on_both_planes_within_a_step(
 
 
 def test_planes_share_no_folder_store_or_connection(groups: list[WorkerGroup]) -> None:
-    folders = [group._processes.listener.folder for group in groups]
+    folders = [group._processes.folder.path for group in groups]
     assert folders[0] != folders[1]
     for folder in folders:
         assert (folder / RANK_STORE_NAME).is_file()

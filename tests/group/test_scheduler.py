@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_kit import Interrupted, stub_spec
+from group_kit import Interrupted, empty_request, stub_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ from comfy_wan_dist.ipc.errors import (
     WorkerStopped,
     WorkerTimeout,
 )
-from comfy_wan_dist.ipc.messages import Done, Progress, Unload
+from comfy_wan_dist.ipc.messages import Done, Progress, Request
 from comfy_wan_dist.mesh.choice import piece_sizes
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
@@ -53,7 +53,7 @@ class FakeGroup:
 
     async def run(
         self,
-        request: Unload,
+        request: Request,
         fds: Sequence[int],
         *,
         on_progress: Callable[[Progress], None],
@@ -127,7 +127,7 @@ def planes(count: int = 2) -> tuple[LaunchSpec, ...]:
 
 
 def piece(name: str, ticks: int = 1) -> Piece:
-    return Piece(request=Unload(id=f"{name}-{ticks}"), cost=ticks)
+    return Piece(request=empty_request(f"{name}-{ticks}"), cost=ticks)
 
 
 def pieces(*ticks: int) -> list[Piece]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comfy_wan_dist.ipc.messages import DecodeRequest, Unload, VAESpec
+from comfy_wan_dist.ipc.messages import DecodeRequest, VAESpec
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel, SharedBuffer, view_of
 from workers.parallel.agreement import Agreement
 from workers.process import buffers
@@ -22,7 +22,7 @@ HEAD_RANKS = 2
 def adopted_tensors(rank: int, world_size: int, has_buffers: bool) -> list[Tensor] | str:
     """Latent and result as each rank gets them, or what it raises; the client's side is made on every head rank."""
     agreement = Agreement(rank=rank, size=world_size, group=dist.new_group())
-    source = build_buffers(
+    adopt = build_buffers(
         rank=rank, head_ranks=HEAD_RANKS, world_size=world_size, agreement=agreement
     )
     parcel = Parcel(BufferPool())
@@ -41,8 +41,7 @@ def adopted_tensors(rank: int, world_size: int, has_buffers: bool) -> list[Tenso
             os.close(fd)
         given = []
     try:
-        assert source.adopt(Unload(id="u"), ()) == ()
-        adopted = source.adopt(request, given)
+        adopted = adopt(request, given)
         return [view_of(adopted, ref).clone() for ref in (latent, result)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ from comfy_wan_dist.group.default import default_groups
 from comfy_wan_dist.group.launch import StartingGroup
 from comfy_wan_dist.ipc.tcp import parse_address
 from comfy_wan_dist.mesh.machines import Machines
-from devtools.leasing import leased
+from devtools.leasing import leased, lone_parcel, run_blocking
 
 
 def main(log: Path, moment: str, head: str | None = None) -> None:
@@ -51,11 +51,11 @@ def main(log: Path, moment: str, head: str | None = None) -> None:
         os._exit(0)
     if moment in ("idle", "forked"):
         stay()
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, {"job": "sleep:2000", "stuck": "hang"}[moment])
         told = threading.Timer(0.5, lambda: print("there", flush=True))
         told.start()
-        group.run_blocking(request, parcel.fds)
+        run_blocking(group, request, parcel)
 
 
 def stay() -> None:

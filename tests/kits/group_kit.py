@@ -13,12 +13,13 @@ import torch
 
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.spec import LaunchSpec
-from comfy_wan_dist.ipc.messages import DecodeRequest, VAESpec
+from comfy_wan_dist.ipc.messages import DecodeRequest, TensorRef, VAESpec
 from comfy_wan_dist.ipc.shared import Parcel
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.machines import Machines
 from devtools.interruptible import interruptible
+from devtools.leasing import lone_parcel, run_blocking
 
 KITS = Path(__file__).resolve().parent
 
@@ -29,7 +30,6 @@ def stub_spec(
     ranks: int = 2,
     build: str = "build",
     start_timeout_s: float = 100.0,
-    idle_timeout_s: float | None = None,
     first_device: int = 0,
     machines: Machines | None = None,
 ) -> LaunchSpec:
@@ -40,7 +40,6 @@ def stub_spec(
         log_path=log_path,
         runner=f"stub_runner:{build}",
         start_timeout_s=start_timeout_s,
-        idle_timeout_s=idle_timeout_s,
         machines=machines,
     )
 
@@ -56,11 +55,18 @@ def stub_request(parcel: Parcel, action: str, *, id: str = "job", size: int = 4)
     )
 
 
+def empty_request(id: str) -> DecodeRequest:
+    """A request for groups that are no processes; it names no tensor that is there."""
+    nowhere = TensorRef(buffer=0, offset=0, dtype="float32", shape=(0,))
+    spec = VAESpec(path="", file_bytes=1, mtime_ns=1, dtype="float32")
+    return DecodeRequest(id=id, vae=spec, latent=nowhere, result=nowhere)
+
+
 def ask(group: WorkerGroup, action: str) -> torch.Tensor:
     """The result of a job of the stub runner."""
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, action)
-        group.run_blocking(request, parcel.fds)
+        run_blocking(group, request, parcel)
         return parcel.tensor(request.result)
 
 

@@ -51,7 +51,7 @@ def run_specs(
     runs = []
     for spec in specs:
         if fresh:
-            runner.unload()
+            runner, agreement = build_local_runner(rank, mesh)
         try:
             result, stats = run_on(runner, agreement, mesh, spec, inputs, schedule)
         except WanDistError as error:

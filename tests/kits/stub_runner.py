@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled, MeshError, ModelFileError
-from comfy_wan_dist.ipc.messages import DecodeRequest, JobRequest, LedgerLine
+from comfy_wan_dist.ipc.messages import DecodeRequest, LedgerLine, Request
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from workers.checkpoint.files import ModelFiles
 from workers.job import Job, JobStats
@@ -31,9 +31,8 @@ STEP_S = 0.05
 class StubRunner:
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.unloads = 0
 
-    def run(self, request: JobRequest, job: Job) -> JobStats:
+    def run(self, request: Request, job: Job) -> JobStats:
         assert isinstance(request, DecodeRequest)
         action, _, argument = request.vae.path.partition(":")
         getattr(self, action)(argument, job)
@@ -41,9 +40,6 @@ class StubRunner:
             job.tensor(request.result).copy_(job.tensor(request.latent) + 1)
         line = LedgerLine(op="echo", axis="tp", dtype="float32", calls=1, bytes=4)
         return JobStats(bytes_read=7, ledger=(line,))
-
-    def unload(self) -> None:
-        self.unloads += 1
 
     def echo(self, _: str, job: Job) -> None:
         total = dist.get_world_size()

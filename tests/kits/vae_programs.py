@@ -18,7 +18,7 @@ from rank_programs import StoppingJob
 from torch import Tensor, nn
 
 from comfy_wan_dist.ipc.errors import WanDistError
-from comfy_wan_dist.ipc.messages import JobRequest, ModelSpec, VAESpec
+from comfy_wan_dist.ipc.messages import ModelSpec, Request, VAESpec
 from devtools.mesh_runs import Inputs, LocalJob, Schedule, build_local_runner, build_request
 from devtools.vae_runs import build_decode, build_encode
 from workers.job import JobStats
@@ -232,7 +232,7 @@ def run_vae_jobs(
     runner, agreement = build_local_runner(rank, mesh, machines=machines)
     ends = []
     for each in jobs:
-        request: JobRequest
+        request: Request
         if each.latent is not None:
             decode, tensors = build_decode(spec, each.latent, each.dtype)
             request = replace(decode, memory_bytes=each.memory_bytes)
@@ -300,7 +300,7 @@ def sample_and_decode(
         mock.patch.object(loaded, "OffloadedWeights", side_effect=lambda x: fail_once(park, x)),
     ):
         for turn in turns:
-            request: JobRequest
+            request: Request
             if turn.is_decode:
                 request, tensors = build_decode(vae, latent)
             else:

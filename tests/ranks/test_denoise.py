@@ -391,15 +391,6 @@ def test_one_runner_serves_jobs_of_different_sizes(spec: ModelSpec) -> None:
         assert torch.equal(tensors[-1], sample(spec, inputs))
 
 
-def test_unload_gives_the_model_back(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, tensors = build_request(spec, PLAIN.inputs(SHAPE), EULER, mesh="single")
-    runner, agreement = build_local_runner(0, "single")
-    read = [runner.run(request, LocalJob(tensors, agreement)).bytes_read]  # type: ignore[arg-type]
-    runner.unload()
-    read.append(runner.run(request, LocalJob(tensors, agreement)).bytes_read)  # type: ignore[arg-type]
-    assert read[0] == read[1] > 0
-
-
 def test_loop_asks_before_every_step(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     original = Forward.predict

@@ -19,7 +19,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from comfy_wan_dist.ipc.errors import CONFIG_ERRORS, JobCancelled, RemoteError
+from comfy_wan_dist.ipc.errors import CONFIG_ERRORS, JobCancelled, RemoteError, error_name
 
 REPORT_BYTES = 32 * 2**10
 """Bytes of one failure report: class name, message and traceback, each UTF-8 and cut to fit."""
@@ -162,14 +162,6 @@ class Agreement:
         return SharedFailure(
             error=shared, rank=failed_rank, name=name, message=message, traceback=trace
         )
-
-
-def error_name(error: BaseException) -> str:
-    """The name under which `error` travels; a subclass of a known class goes by that class."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in CONFIG_ERRORS or kind is JobCancelled:
-            return kind.__name__
-    return type(error).__name__
 
 
 def _pack_report(error: Exception, earlier: SharedFailure | None = None) -> bytes:

@@ -8,9 +8,8 @@ check requests alike; only rank 0 writes results.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,87 +28,64 @@ TRANSFER_TIMEOUT = timedelta(minutes=5)
 Buffers = tuple[SharedBuffer, ...]
 
 
-class JobBuffers(Protocol):
-    """Where the loop has a job's buffers from."""
-
-    def adopt(self, request: Request, fds: Sequence[int]) -> Buffers:
-        """The request's buffers in the order in which its refs count them; closes `fds`. Raises ProtocolError."""
-        ...
-
-    def clear(self) -> None:
-        """Give memory back that is kept between jobs."""
-        ...
+AdoptBuffers = Callable[[Request, Sequence[int]], Buffers]
+"""The request's buffers in the order in which its refs count them; closes the descriptors. Raises ProtocolError."""
 
 
 def build_buffers(
     *, rank: int, head_ranks: int, world_size: int, agreement: Agreement
-) -> JobBuffers:
-    """Buffers for a plane whose first `head_ranks` ranks are on ComfyUI's machine.
+) -> AdoptBuffers:
+    """For a plane whose first `head_ranks` ranks are on ComfyUI's machine.
 
     Collectives: with several machines one `new_group`, which all ranks make.
     """
-    mapped = MappedBuffers()
+    maps = MapCache(max_bytes=MAP_CACHE_BYTES)
     if world_size == head_ranks:
-        return mapped
+        return lambda request, fds: maps.adopt(fds)
     members = [0, *range(head_ranks, world_size)]
     group = dist.new_group(members, backend="gloo", timeout=TRANSFER_TIMEOUT)
     return BroadcastBuffers(
-        mapped=mapped if rank < head_ranks else None,
+        maps=maps if rank < head_ranks else None,
         members=group if rank in members else None,
         agreement=agreement,
-    )
-
-
-class MappedBuffers:
-    """Mappings of the descriptors that came with the request."""
-
-    def __init__(self) -> None:
-        self._maps = MapCache(max_bytes=MAP_CACHE_BYTES)
-
-    def adopt(self, request: Request, fds: Sequence[int]) -> Buffers:
-        return self._maps.adopt(fds)
-
-    def clear(self) -> None:
-        self._maps.clear()
+    ).adopt
 
 
 class BroadcastBuffers:
     """With several machines: mappings on ComfyUI's, elsewhere copies of rank 0's.
 
-    mapped: None elsewhere. members: rank 0, which is the first, and the ranks elsewhere; None on other ranks.
+    maps: None elsewhere. members: rank 0, which is the first, and the ranks elsewhere; None on other ranks.
     """
 
     def __init__(
         self,
         *,
-        mapped: MappedBuffers | None,
+        maps: MapCache | None,
         members: dist.ProcessGroup | None,
         agreement: Agreement,
     ) -> None:
-        self._mapped = mapped
+        self._maps = maps
         self._members = members
         self._agreement = agreement
 
     def adopt(self, request: Request, fds: Sequence[int]) -> Buffers:
-        """Collectives, if there are tensors: the members' broadcast of all sizes, a vote of all ranks, the members'
+        """Collectives: the members' broadcast of all sizes, a vote of all ranks, the members'
         broadcast of each input. What a rank meets before the vote is raised on all, and nothing is sent.
         """
-        refs = tensor_refs(request)
-        if not refs:
-            return () if self._mapped is None else self._mapped.adopt(request, fds)
         buffers: Buffers = ()
         inputs: list[Tensor] = []
         error: Exception | None = None
         try:
-            if self._mapped is not None:
-                buffers = self._mapped.adopt(request, fds)
+            if self._maps is not None:
+                buffers = self._maps.adopt(fds)
         except Exception as caught:  # the others must hear of it, whatever it is
             error = caught
         sizes = self._share_sizes(buffers)
         try:
-            if self._mapped is None:
+            if self._maps is None:
                 buffers = tuple(untouched_buffer(size) for size in sizes)
-            inputs = [bytes_of(buffers, ref) for name, ref in refs.items() if name != RESULT]
+            refs = tensor_refs(request).items()
+            inputs = [bytes_of(buffers, ref) for name, ref in refs if name != RESULT]
         except Exception as caught:
             error = error or caught
         self._agreement.agree(error)
@@ -118,10 +94,6 @@ class BroadcastBuffers:
                 if flat.numel():
                     dist.broadcast(flat, src=0, group=self._members)
         return buffers
-
-    def clear(self) -> None:
-        if self._mapped is not None:
-            self._mapped.clear()
 
     def _share_sizes(self, buffers: Buffers) -> list[int]:
         """Rank 0's buffers in bytes; none if it has failed."""

@@ -14,6 +14,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import threading
 import time
 import traceback
@@ -22,10 +23,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from comfy_wan_dist.ipc.launch_options import LauncherOptions
 from comfy_wan_dist.ipc.paths import AGENT_STORE_NAME, LOG_FOLDER_NAME
-
-from .process_tree import kill_descendants
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -176,6 +177,23 @@ def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
         time.sleep(0.02)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
+
+
+def kill_descendants() -> int:
+    """SIGKILL every process below this one, by pidfd, so never a stranger; how many it were."""
+    killed = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            pidfd = os.pidfd_open(process.pid)
+            try:
+                # Still the same one, now that its number cannot be reused.
+                ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+                if process.is_running() and not ended:
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                    killed += 1
+            finally:
+                os.close(pidfd)
+    return killed
 
 
 if __name__ == "__main__":

@@ -1,40 +1,102 @@
-"""A rank's life after start-up: take a request, run it, answer it, until told to stop.
+"""What a rank does with messages: one thread hears them, the main thread answers one request at a time.
 
-The main thread runs one job at a time; inbox.py holds the other thread, which reads the socket
-meanwhile.
+The end of the socket means that ComfyUI is gone. The hearing thread then ends the process at once, even
+when the main thread sits in a collective that will never complete, because nobody is left to work
+for.
 
 What becomes of an error: one that all ranks share (voted on by `Job.agree`, or raised by the same
 check everywhere and confirmed by the vote at the job's end) is answered and the loop lives. Any
 other leaves the ranks in unknown places of the job: it is answered with `fatal`, and the process
 exits non-zero so that torchrun ends the peers.
+
+Imports no torch: the thread runs from the rank's first moments on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
+import threading
 import time
 import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from comfy_wan_dist.ipc.channel import Channel
-from comfy_wan_dist.ipc.errors import WanDistError
-from comfy_wan_dist.ipc.messages import (
-    Done,
-    Failed,
-    Progress,
-    Request,
-    Shutdown,
-    Unload,
-)
-from workers.job import Job, JobStats, Runner
-from workers.parallel.agreement import Agreement, error_name
+from comfy_wan_dist.ipc.channel import ChannelClosed, Received, SocketChannel
+from comfy_wan_dist.ipc.errors import WanDistError, error_name
+from comfy_wan_dist.ipc.messages import Cancel, Done, Failed, Progress, Request, Shutdown
 
-from .buffers import JobBuffers
-from .inbox import Inbox
+if TYPE_CHECKING:
+    from workers.job import JobStats, Runner
+    from workers.parallel.agreement import Agreement
+
+    from .buffers import AdoptBuffers
 
 END_VOTE_TIMEOUT_S = 20.0
 SEND_TIMEOUT_S = 60.0
 
 logger = logging.getLogger(__name__)
+
+
+def end_process(reason: str, status: int) -> None:
+    """End without cleaning up. No logging: its lock may belong to a thread that is stuck."""
+    with contextlib.suppress(OSError):  # a full disk, say
+        os.write(2, f"ending: {reason}\n".encode(errors="replace"))
+    os._exit(status)
+
+
+class Inbox:
+    """Requests in the order in which they came, and which of them are to stop."""
+
+    def __init__(
+        self, channel: SocketChannel, *, on_end: Callable[[str, int], None] = end_process
+    ) -> None:
+        self._channel = channel
+        self._on_end = on_end
+        self._queue: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._open: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._is_shutting_down = False
+        self._thread = threading.Thread(target=self._read, name="inbox", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> Received:
+        """Wait for the next request or Shutdown; its descriptors become the caller's."""
+        return self._queue.get()
+
+    def is_cancelled(self, id: str) -> bool:
+        with self._lock:
+            return self._is_shutting_down or id in self._cancelled
+
+    def finish(self, id: str) -> None:
+        """Job `id` is over: a Cancel that comes later means nothing."""
+        with self._lock:
+            self._open.discard(id)
+            self._cancelled.discard(id)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                received = self._channel.receive(None)
+                message = received.message
+                with self._lock:
+                    if isinstance(message, Cancel):
+                        self._cancelled |= self._open & {message.id}
+                        continue
+                    if isinstance(message, Shutdown):
+                        self._is_shutting_down = True
+                    else:
+                        self._open.add(getattr(message, "id", ""))
+                self._queue.put(received)
+        except ChannelClosed as error:
+            self._on_end(str(error), 0)
+        except Exception as error:  # without this thread the process would outlive ComfyUI
+            self._on_end(f"{type(error).__name__}: {error}", 1)
 
 
 class Loop:
@@ -43,18 +105,18 @@ class Loop:
     def __init__(
         self,
         *,
-        channel: Channel,
+        channel: SocketChannel,
         inbox: Inbox,
         runner: Runner,
         agreement: Agreement,
-        buffers: JobBuffers,
+        adopt: AdoptBuffers,
         rank: int,
     ) -> None:
         self._channel = channel
         self._inbox = inbox
         self._runner = runner
         self._agreement = agreement
-        self._buffers = buffers
+        self._adopt = adopt
         self._rank = rank
 
     def serve(self) -> int:
@@ -75,7 +137,7 @@ class Loop:
 
     def _answer(self, request: Request, fds: tuple[int, ...]) -> Done | Failed:
         started = time.monotonic()
-        stats = JobStats()
+        stats: JobStats | None = None
         failure: Exception | None = None
         try:
             stats = self._run(request, fds)
@@ -88,7 +150,7 @@ class Loop:
                 release_frames(failure)
 
     def _report(
-        self, id: str, failure: Exception | None, stats: JobStats, seconds: float
+        self, id: str, failure: Exception | None, stats: JobStats | None, seconds: float
     ) -> Done | Failed:
         """Agree with the other ranks on how the job ended."""
         shared = self._agreement.take_failure()
@@ -112,6 +174,7 @@ class Loop:
                 traceback=shared.traceback,
                 fatal=False,
             )
+        assert stats is not None, "the vote raises a failure"
         return Done(
             id=id,
             rank=self._rank,
@@ -123,14 +186,11 @@ class Loop:
         )
 
     def _run(self, request: Request, fds: tuple[int, ...]) -> JobStats:
-        buffers = self._buffers.adopt(request, fds)
-        if isinstance(request, Unload):
-            self._buffers.clear()
-            self._runner.unload()
-            return JobStats()
+        from workers.job import Job
+
         job = Job(
             id=request.id,
-            buffers=buffers,
+            buffers=self._adopt(request, fds),
             agreement=self._agreement,
             cancel_requested=lambda: self._inbox.is_cancelled(request.id),
             send_progress=self._send_progress if self._rank == 0 else None,

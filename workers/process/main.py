@@ -24,7 +24,7 @@ from comfy_wan_dist.ipc.messages import Hello, Ready
 from comfy_wan_dist.ipc.paths import RANK_STORE_NAME, SOCKET_NAME, TOKEN_NAME
 from comfy_wan_dist.ipc.tcp import Address
 
-from .inbox import Inbox
+from .loop import Inbox, Loop
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,6 @@ def main() -> int:
     from workers.checkpoint.files import CopiedFiles, GivenFiles, ModelFiles
 
     from .buffers import build_buffers
-    from .loop import Loop
 
     degrees = parse_mesh(options.mesh)
     if degrees is None:
@@ -70,7 +69,7 @@ def main() -> int:
         local_rank=local_rank,
         world_size=world_size,
     )
-    buffers = build_buffers(
+    adopt = build_buffers(
         rank=rank, head_ranks=local_ranks, world_size=world_size, agreement=agreement
     )
     files: ModelFiles = GivenFiles()
@@ -83,7 +82,7 @@ def main() -> int:
         inbox=inbox,
         runner=runner,
         agreement=agreement,
-        buffers=buffers,
+        adopt=adopt,
         rank=rank,
     )
     channel.send(Ready(rank=rank, device=str(device)), timeout_s=SEND_TIMEOUT_S)

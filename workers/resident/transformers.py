@@ -58,10 +58,6 @@ class Transformers:
         self._room = room
         self._drop_vae = drop_vae
 
-    def clear(self) -> None:
-        self.model.clear()
-        self.low_noise.clear()
-
     def have(
         self, wanted: WantedModels, groups: MeshGroups, job: Job
     ) -> tuple[ParallelModel, bool]:
