@@ -99,6 +99,6 @@ def _stage(job: Workload, degrees: MeshDegrees, rank: int, can: Calibration) -> 
 def _merge_bytes(job: Workload, degrees: MeshDegrees, rank: int) -> int:
     """Passed through memory in a step to merge the parts that a ring gives."""
     share = rank_share(job, degrees, rank)
-    queries = share.micro_batch * share.ring_blocks(degrees)[share.place["ring"]]
+    queries = share.micro_batch * share.ring_blocks[share.place["ring"]]
     width = job.shape.dim // (degrees.tp * degrees.ulysses)
     return (degrees.ring - 1) * share.forwards * share.blocks * queries * width * MERGE_BYTES
