@@ -97,18 +97,28 @@ def given_sigmas(sigmas: Sequence[float]) -> Schedule:
     points = tuple(min(float(s), 1.0) if s < 1.001 else float(s) for s in sigmas)
     if not points:
         return Schedule(sigmas=(), timesteps=(), start=0.0)
+    validate_sigmas(points)
+    return Schedule(sigmas=points, timesteps=flow_timesteps(points), start=points[0])
+
+
+def validate_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
+    """Return `sigmas` as floats.
+
+    Raises ConfigError unless 1 >= s_0 > s_1 > ... > s_N >= 0 and 1 <= N <= MAX_STEPS.
+    """
+    points = tuple(map(float, sigmas))
     if not 2 <= len(points) <= MAX_STEPS + 1:
         raise ConfigError(
-            f"the SIGMAS hold {len(points)} value{'s' * (len(points) > 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
-            "one more than steps"
+            f"a run needs at least 2 sigmas (1 step) and at most {MAX_STEPS + 1}, got {len(points)}; change the steps, "
+            "the denoise value or the SIGMAS"
         )
     for index, (sigma, before) in enumerate(zip(points, (math.inf, *points), strict=False)):
         if not (0 <= sigma <= 1 and sigma < before):  # NaN fails this as well
             raise ConfigError(
-                f"value {index} of the SIGMAS is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
-                "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use a scheduler node made for flow models"
+                f"sigma {index} is {sigma}{f' after {before}' if index else ''}; for Wan sigmas must fall from 1 or "
+                "less to 0, such as 1, 0.75, 0.5, 0: use fewer steps, or another scheduler or SIGMAS for flow models"
             )
-    return Schedule(sigmas=points, timesteps=flow_timesteps(points), start=points[0])
+    return points
 
 
 def flow_timesteps(sigmas: Sequence[float]) -> tuple[float, ...]:
