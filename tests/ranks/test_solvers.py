@@ -374,8 +374,8 @@ def test_multistep_solver_refuses_steps_out_of_order(name: str, indices: tuple[i
 @pytest.mark.parametrize(
     ("sigmas", "word"),
     [
-        ((), "at least 2"),
-        ((1.0,), "at least 2"),
+        ((), "2 to 10001"),
+        ((1.0,), "2 to 10001"),
         ((1.0, 0.5, 0.5, 0.0), "fall"),
         ((0.5, 0.9, 0.0), "fall"),
         ((1.0, 0.0, 0.0), "fall"),
