@@ -17,7 +17,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, requested_workload
-from comfy_wan_dist.solvers.table import Solver, build_solver, effective_sigmas
+from comfy_wan_dist.solvers.table import Solver, build_solver, last_sigma
 
 from .job import Job, stop_if_asked, together
 from .model.wan import WanModel
@@ -163,7 +163,7 @@ def prepare_sample(
             sigmas=request.sigmas,
             step_noise=step_noise if request.step_noise is not None else None,
         ),
-        final_scale=1 / (1 - effective_sigmas(request.solver, request.sigmas)[-1]),
+        final_scale=1 / (1 - last_sigma(request.solver, request.sigmas)),
     )
 
 

@@ -100,8 +100,6 @@ def prepare_sampling(
         if torch.count_nonzero(samples)
         else samples
     )
-    solver = find_solver(sampler)  # the ranks refuse one that they do not know
-    needs_noise = solver is not None and solver.needs_noise
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
@@ -119,7 +117,7 @@ def prepare_sampling(
         clean=clean if mask is not None else None,
         mask=mask,
         frame_mask=frame_mask,
-        step_noise=_step_noise(noise, seed, schedule) if needs_noise else None,
+        step_noise=_step_noise(noise, seed, schedule) if find_solver(sampler).needs_noise else None,
     )
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..ipc.errors import ConfigError
-from ..solvers.schedules import Schedule, flow_timesteps, given_sigmas, wan_official
-from ..solvers.table import find_solver, solver_names
+from ..solvers.schedules import Schedule, given_sigmas, wan_official
+from ..solvers.table import find_solver
 
 OFFICIAL_SCHEDULER = "wan_official"
 
@@ -33,8 +33,6 @@ def build_schedule(
             f"shift is {shift} and denoise {denoise}; shift must be above 0 and denoise from 0 to 1"
         )
     solver = find_solver(sampler)
-    if solver is None:
-        raise ConfigError(f"sampler {sampler!r} is not offered; choose {', '.join(solver_names())}")
     if scheduler == OFFICIAL_SCHEDULER:
         return wan_official(steps, shift, denoise=denoise)
     if scheduler not in comfy.samplers.SCHEDULER_NAMES:
@@ -49,16 +47,13 @@ def build_schedule(
         scheduler=scheduler,
         denoise=denoise,
     )
-    # float32 rounding of the shift may lead just above 1: ComfyUI does not mind, the solvers do.
-    sigmas = tuple(min(sigma, 1.0) if sigma < 1.001 else sigma for sigma in stock.sigmas.tolist())
+    sigmas = stock.sigmas.tolist()
     if not all(map(math.isfinite, sigmas)):
         raise ConfigError(
             f"scheduler {scheduler!r} gives no finite sigmas for {steps} steps at shift {shift}; "
             "use more steps or another scheduler"
         )
-    return Schedule(
-        sigmas=sigmas, timesteps=flow_timesteps(sigmas), start=sigmas[0] if sigmas else 0.0
-    )
+    return given_sigmas(sigmas)
 
 
 def sigmas_schedule(sigmas: Any) -> Schedule:

@@ -115,31 +115,28 @@ def peak_bytes(job: Workload, mesh: MeshDegrees) -> int:
 
 def explain_mesh(mesh: MeshDegrees, job: Workload, *, device_memory: int | None = None) -> str:
     """Why a mesh is cut as it is, one sentence for each axis."""
-    shape = job.shape
-    heads = shape.num_heads // mesh.tp
-    reasons = []
+    reasons = " ".join(_reasons(mesh, job, device_memory))
+    return reasons or "single: one device does everything, and nothing is sent."
+
+
+def _reasons(mesh: MeshDegrees, job: Workload, device_memory: int | None) -> Iterator[str]:
+    heads = job.shape.num_heads // mesh.tp
     if mesh.dp > 1:
-        reasons.append(
-            f"dp{mesh.dp}: each plane makes videos of its own, and they send each other nothing."
-        )
+        yield f"dp{mesh.dp}: each plane makes videos of its own, and they send each other nothing."
     if mesh.cfg > 1:
-        reasons.append(
-            "cfg2: the prompt and the negative prompt run side by side and exchange one prediction in a step."
-        )
+        yield "cfg2: the prompt and the negative prompt run side by side and exchange one prediction in a step."
     if mesh.pp > 1:
-        reasons.append(
+        yield (
             f"pp{mesh.pp}: each stage holds a part of the blocks; it saves memory but no time, as stages wait for "
             "each other."
         )
     if mesh.ring > 1:
-        why = (
-            f"the {heads} heads of a rank cannot be shared by {mesh.cp} ranks"
-            if mesh.cp not in allowed_ulysses(shape, mesh.tp)
-            else "its transfers hide behind the attention"
-        )
-        reasons.append(f"ring{mesh.ring}: the tokens are cut without regard to heads; {why}.")
+        why = "its transfers hide behind the attention"
+        if mesh.cp not in allowed_ulysses(job.shape, mesh.tp):
+            why = f"the {heads} heads of a rank cannot be shared by {mesh.cp} ranks"
+        yield f"ring{mesh.ring}: the tokens are cut without regard to heads; {why}."
     if mesh.ulysses > 1:
-        reasons.append(
+        yield (
             f"ulysses{mesh.ulysses}: the tokens are cut, and what a rank sends shrinks with the degree; "
             f"{heads} heads allow it."
         )
@@ -150,16 +147,13 @@ def explain_mesh(mesh: MeshDegrees, job: Workload, *, device_memory: int | None 
             why = (
                 f"with whole ones a rank needs {whole / 1e9:.1f} GB of {device_memory / 1e9:.1f} GB"
             )
-        reasons.append(f"tp{mesh.tp}: the weights are cut; {why}.")
+        yield f"tp{mesh.tp}: the weights are cut; {why}."
     if mesh.sp:
-        reasons.append(
-            "sp: the tp ranks share the tokens between the cut layers, which saves activations."
-        )
+        yield "sp: the tp ranks share the tokens between the cut layers, which saves activations."
     if mesh.fsdp:
-        reasons.append(
+        yield (
             f"fsdp: {mesh.replicas} ranks share each block's weights and gather them when it runs, which saves memory."
         )
-    return " ".join(reasons) or "single: one device does everything, and nothing is sent."
 
 
 def choose_job_mesh(

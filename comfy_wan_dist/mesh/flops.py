@@ -54,22 +54,23 @@ def rank_flops(
 ) -> RankFlops:
     """What rank `rank` of the job's mesh computes."""
     share = rank_share(job, degrees, rank)
-    text = _text_keys_values(job, degrees, share)
+    text = _text_keys_values(share)
     per_step = counting is Counting.LITERATURE
     block_calls = share.blocks * share.forwards
     return RankFlops(
-        block=_block(job, degrees, share, text // block_calls if per_step else 0),
+        block=_block(share, text // block_calls if per_step else 0),
         block_calls=block_calls,
-        ends=_ends(job, share),
-        text=_text_embedding(job, share) + (0 if per_step else text),
+        ends=_ends(share),
+        text=_text_embedding(share) + (0 if per_step else text),
     )
 
 
-def _block(job: Workload, degrees: MeshDegrees, share: RankShare, text: int) -> BlockFlops:
+def _block(share: RankShare, text: int) -> BlockFlops:
+    job, degrees = share.job, share.degrees
     width = job.shape.dim // degrees.tp
     queries = share.micro_batch * share.shards.cp.size
     # Inside self-attention Ulysses turns fewer tokens into fewer heads of more tokens.
-    inner_queries = share.micro_batch * share.ring_blocks(degrees)[share.place["ring"]]
+    inner_queries = share.micro_batch * share.ring_blocks[share.place["ring"]]
     # Branches may have texts of different length: their mean is exact over a step.
     text_tokens = sum(share.branches) / len(share.branches)
     return BlockFlops(
@@ -80,23 +81,24 @@ def _block(job: Workload, degrees: MeshDegrees, share: RankShare, text: int) -> 
     )
 
 
-def _text_embedding(job: Workload, share: RankShare) -> int:
-    tokens = share.text_batch * sum(share.branches)
-    return 2 * tokens * (job.shape.text_dim + job.shape.dim) * job.shape.dim
+def _text_embedding(share: RankShare) -> int:
+    shape, tokens = share.job.shape, share.text_batch * sum(share.branches)
+    return 2 * tokens * (shape.text_dim + shape.dim) * shape.dim
 
 
-def _text_keys_values(job: Workload, degrees: MeshDegrees, share: RankShare) -> int:
+def _text_keys_values(share: RankShare) -> int:
     """Keys and values of cross-attention for all branches and blocks of the stage."""
     tokens = share.text_batch * sum(share.branches)
-    return share.blocks * tokens * 4 * job.shape.dim * (job.shape.dim // degrees.tp)
+    dim = share.job.shape.dim
+    return share.blocks * tokens * 4 * dim * (dim // share.degrees.tp)
 
 
-def _ends(job: Workload, share: RankShare) -> int:
-    shape = job.shape
+def _ends(share: RankShare) -> int:
+    shape = share.job.shape
     tokens = share.micro_batch * share.shards.sp.size
     patches = 2 * tokens * shape.in_dim * 4 * shape.dim if share.is_first_stage else 0
     head = 2 * tokens * shape.dim * shape.token_dim if share.is_last_stage else 0
-    rows = share.micro_batch * job.timestep_rows
+    rows = share.micro_batch * share.job.timestep_rows
     time = 2 * rows * shape.dim * (shape.freq_dim + shape.dim + 6 * shape.dim)
     return share.forwards * (patches + head + time)
 

@@ -16,20 +16,20 @@ from .degrees import AXES, MeshDegrees
 REPLICATING_AXES = ("dp", "cfg", "ring", "ulysses")
 
 
-def coordinates(degrees: MeshDegrees, rank: int) -> dict[str, int]:
-    """Coordinate of `rank` on every axis."""
-    if not 0 <= rank < degrees.world_size:
+def coordinates(degrees: MeshDegrees, rank: int, *, axes: tuple[str, ...] = AXES) -> dict[str, int]:
+    """Coordinate of `rank` on every axis; of the mesh that only `axes` make, if not all are given."""
+    place, outer = {}, rank
+    for axis in reversed(axes):
+        outer, place[axis] = divmod(outer, degrees.degree(axis))
+    if outer:
         raise ValueError(f"rank {rank} is outside a world of {degrees.world_size}")
-    place = {}
-    for axis in reversed(AXES):
-        rank, place[axis] = divmod(rank, degrees.degree(axis))
-    return {axis: place[axis] for axis in AXES}
+    return {axis: place[axis] for axis in axes}
 
 
-def rank_at(degrees: MeshDegrees, place: dict[str, int]) -> int:
+def rank_at(degrees: MeshDegrees, place: dict[str, int], *, axes: tuple[str, ...] = AXES) -> int:
     """Inverse of `coordinates`."""
     rank = 0
-    for axis in AXES:
+    for axis in axes:
         rank = rank * degrees.degree(axis) + place[axis]
     return rank
 
@@ -79,11 +79,7 @@ def job_ranks(layout: MeshDegrees, job: MeshDegrees) -> tuple[int, ...]:
     players = []
     for rank in range(job.world_size):
         place = coordinates(job, rank)
-        replica = 0
-        for axis in REPLICATING_AXES:
-            replica = replica * job.degree(axis) + place[axis]
-        held = dict.fromkeys(AXES, 0)
-        for axis in reversed(REPLICATING_AXES):
-            replica, held[axis] = divmod(replica, layout.degree(axis))
-        players.append(rank_at(layout, {**held, "pp": place["pp"], "tp": place["tp"]}))
+        replica = rank_at(job, place, axes=REPLICATING_AXES)
+        held = coordinates(layout, replica, axes=REPLICATING_AXES)
+        players.append(rank_at(layout, {**place, **held}))
     return tuple(players)

@@ -60,23 +60,23 @@ def rank_memory(job: Workload, degrees: MeshDegrees, rank: int) -> RankMemory:
     text_rows = share.text_batch * sum(share.branches) * share.blocks
     latent = share.samples.size * job.shape.token_dim * BY_NAME["float32"].bytes
     rope = tokens.cp.size * HEAD_DIM // 2 * 8  # complex64
-    images = tokens.sp.size * image_bytes(job, share)
+    images = tokens.sp.size * image_bytes(share)
     return RankMemory(
         weights=weight_bytes(job.shape, degrees, stage=share.place["pp"], dtype=job.dtype),
         text=2 * text_rows * (dim // degrees.tp) * job.item_bytes,
         state=STATE_TENSORS * tokens.sp.size * latent + images + rope,
-        activations=activation_bytes(job, degrees, share),
+        activations=activation_bytes(share),
         gathered=gathered_bytes(job.shape, degrees, dtype=job.dtype),
         unpacked=unpacked_bytes(job.shape, degrees),
     )
 
 
-def image_bytes(job: Workload, share: RankShare) -> int:
+def image_bytes(share: RankShare) -> int:
     """Bytes of one token's image conditioning: of each branch, and of latent and image side by side."""
-    if not job.shape.image_dim:
+    shape = share.job.shape
+    if not shape.image_dim:
         return 0
-    branches = len(share.branches)
-    channels = branches * job.shape.image_dim + branches * job.shape.in_dim
+    channels = len(share.branches) * (shape.image_dim + shape.in_dim)
     return share.samples.size * channels * PATCH_POSITIONS * BY_NAME["float32"].bytes
 
 
@@ -181,12 +181,13 @@ def gathered_bytes(shape: WanShape, degrees: MeshDegrees, *, dtype: str) -> int:
     return 3 * max(sizes)
 
 
-def activation_bytes(job: Workload, degrees: MeshDegrees, share: RankShare) -> int:
+def activation_bytes(share: RankShare) -> int:
     """The largest live set inside a block, out of the moments that can be the largest.
 
     In units of a token shard at the model's width: `between` the pairs of cut layers (1/tp of it with sp), `whole`
     inside them, `cut` with this rank's heads.
     """
+    job, degrees = share.job, share.degrees
     item = job.item_bytes
     wide = 4  # float32 copies for norms and gates
     tokens = share.micro_batch * share.shards.cp.size

@@ -29,13 +29,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def transfers_text(job: Workload, mesh: MeshDegrees, rank: int) -> str:
     """Every collective of one rank, as this project runs it and as papers count it."""
     parts = []
-    for counting, label in (
-        (Counting.RUN, "as it runs here"),
-        (
-            Counting.LITERATURE,
-            "as papers count it: text and gathers in every step, all in the weights' dtype",
-        ),
-    ):
+    papers = "as papers count it: text and gathers in every step, all in the weights' dtype"
+    for counting, label in ((Counting.RUN, "as it runs here"), (Counting.LITERATURE, papers)):
         rows = [
             [
                 item.what,

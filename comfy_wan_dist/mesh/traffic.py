@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from .degrees import MeshDegrees
 from .dtypes import BY_NAME
@@ -59,236 +60,160 @@ class Transfer:
         return share[self.op] * self.bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """One thing that ranks send each other."""
+
+    what: str
+    op: str
+    axis: str
+
+    def over(
+        self,
+        share: RankShare,
+        items: int,
+        *,
+        calls: int,
+        dtype: str = STATE,
+        when: When = When.STEP,
+    ) -> Transfer:
+        """items: numbers of `dtype` that the rank puts into each of `calls`."""
+        degrees = share.degrees
+        return Transfer(
+            what=self.what,
+            op=self.op,
+            axis=self.axis,
+            ranks=degrees.replicas if self.axis == "fsdp" else degrees.degree(self.axis),
+            dtype=dtype,
+            bytes=items * BY_NAME[dtype].bytes,
+            calls=calls,
+            when=when,
+        )
+
+
+TEXT_BLOCKS = _Collective("blocks, for the text's keys and values", "all_gather", "fsdp")
+FORWARD_BLOCKS = _Collective("blocks, for each forward", "all_gather", "fsdp")
+TEXT_NORMS = _Collective("sums of text key norms", "all_reduce", "tp")
+RESIDUAL = _Collective("residual to the next stage", "send", "pp")
+PREDICTIONS = _Collective("predictions to all stages", "broadcast", "pp")
+TO_HEADS = _Collective("q, k and v: tokens to heads", "all_to_all", "ulysses")
+TO_TOKENS = _Collective("attention's output: heads to tokens", "all_to_all", "ulysses")
+KEYS_VALUES = _Collective("keys and values round the ring", "send", "ring")
+SELF_NORMS = _Collective("sums of self-attention norms", "all_reduce", "tp")
+CROSS_NORMS = _Collective("sums of cross-attention norms", "all_reduce", "tp")
+ROW_SUMS = _Collective("row-parallel sums", "all_reduce", "tp")
+SP_TOKENS = _Collective("tokens before column layers", "all_gather", "tp")
+SP_ROW_SUMS = _Collective("row-parallel sums", "reduce_scatter", "tp")
+BRANCHES = _Collective("predictions of the guidance branches", "all_gather", "cfg")
+VIDEOS = _Collective("finished videos", "all_gather", "dp")
+
+
 def transfers(
     job: Workload, degrees: MeshDegrees, rank: int, counting: Counting = Counting.RUN
 ) -> tuple[Transfer, ...]:
     """Everything that rank `rank` of the job's mesh sends, in the order of a step."""
     share = rank_share(job, degrees, rank)
-    return tuple(
-        transfer
-        for part in (
-            _weights(job, degrees, share, counting),
-            _text(job, degrees, share, counting),
-            _pipeline(job, degrees, share),
-            _context(job, degrees, share),
-            _tensor(job, degrees, share),
-            _step_end(job, degrees, share, counting),
-            _job_end(job, degrees, share, counting),
-        )
-        for transfer in part
-        if transfer.ranks > 1 and transfer.calls
+    parts = (
+        _weights(share, counting),
+        _text(share, counting),
+        _pipeline(share),
+        _context(share),
+        _tensor(share),
+        _step_end(share, counting),
+        _job_end(share, counting),
     )
+    return tuple(each for each in chain(*parts) if each.ranks > 1 and each.calls)
 
 
-def _weights(
-    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
-) -> Iterator[Transfer]:
+def _per_prompt(counting: Counting) -> When:
+    return When.JOB if counting is Counting.RUN else When.STEP
+
+
+def _weights(share: RankShare, counting: Counting) -> Iterator[Transfer]:
+    job, degrees, stage = share.job, share.degrees, share.place["pp"]
     if not degrees.fsdp:
         return
-    once = When.JOB if counting is Counting.RUN else When.STEP
-    for what, forwards, when in (
-        ("blocks, for the text's keys and values", len(share.branches), once),
-        ("blocks, for each forward", share.forwards, When.STEP),
+    for blocks, forwards, when in (
+        (TEXT_BLOCKS, len(share.branches), _per_prompt(counting)),
+        (FORWARD_BLOCKS, share.forwards, When.STEP),
     ):
-        for packing, blocks in block_packings(
-            job.shape, stages=degrees.pp, stage=share.place["pp"]
-        ):
-            yield Transfer(
-                what=what,
-                op="all_gather",
-                axis="fsdp",
-                ranks=degrees.replicas,
-                # Norms are float32 whatever the rest is: then the bytes travel as such.
-                dtype=job.dtype if job.dtype == "float32" and not any(packing) else "uint8",
-                bytes=block_bytes(
-                    job.shape,
-                    tp=degrees.tp,
-                    parts=degrees.replicas,
-                    dtype=job.dtype,
-                    packing=packing,
-                ),
-                calls=forwards * blocks,
-                when=when,
+        for packing, count in block_packings(job.shape, stages=degrees.pp, stage=stage):
+            size = block_bytes(
+                job.shape, tp=degrees.tp, parts=degrees.replicas, dtype=job.dtype, packing=packing
             )
+            # Norms are float32 whatever the rest is: then the bytes travel as such.
+            dtype = job.dtype if job.dtype == "float32" and not any(packing) else "uint8"
+            items = size // BY_NAME[dtype].bytes
+            yield blocks.over(share, items, dtype=dtype, calls=forwards * count, when=when)
 
 
-def _text(
-    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
-) -> Iterator[Transfer]:
-    when = When.JOB if counting is Counting.RUN else When.STEP
+def _text(share: RankShare, counting: Counting) -> Iterator[Transfer]:
+    when = _per_prompt(counting)
     for tokens in share.branches:
-        yield Transfer(
-            what="sums of text key norms",
-            op="all_reduce",
-            axis="tp",
-            ranks=degrees.tp,
-            dtype=STATE,
-            bytes=share.text_batch * tokens * BY_NAME[STATE].bytes,
-            calls=share.blocks,
-            when=when,
-        )
+        yield TEXT_NORMS.over(share, share.text_batch * tokens, calls=share.blocks, when=when)
 
 
-def _pipeline(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
-    tokens = share.micro_batch * share.shards.sp.size
-    if not share.is_last_stage:
-        yield Transfer(
-            what="residual to the next stage",
-            op="send",
-            axis="pp",
-            ranks=degrees.pp,
-            dtype=job.dtype,
-            bytes=tokens * job.shape.dim * job.item_bytes,
-            calls=share.forwards,
-            when=When.STEP,
-        )
+def _pipeline(share: RankShare) -> Iterator[Transfer]:
+    job, tokens = share.job, share.micro_batch * share.shards.sp.size
+    if share.is_last_stage:
+        yield PREDICTIONS.over(share, share.forwards * tokens * job.shape.token_dim, calls=1)
     else:
-        yield Transfer(
-            what="predictions to all stages",
-            op="broadcast",
-            axis="pp",
-            ranks=degrees.pp,
-            dtype=STATE,
-            bytes=share.forwards * tokens * job.shape.token_dim * BY_NAME[STATE].bytes,
-            calls=1,
-            when=When.STEP,
-        )
+        items = tokens * job.shape.dim
+        yield RESIDUAL.over(share, items, dtype=job.dtype, calls=share.forwards)
 
 
-def _context(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
-    calls = share.forwards * share.blocks
-    blocks, place = share.ring_blocks(degrees), share.place
+def _context(share: RankShare) -> Iterator[Transfer]:
+    job, degrees = share.job, share.degrees
+    ring, blocks = share.place["ring"], share.ring_blocks
     # Of one token inside self-attention: its heads after tp, and after Ulysses as well.
-    token_bytes = (
-        share.micro_batch * (job.shape.num_heads // degrees.tp) * HEAD_DIM * job.item_bytes
-    )
-    held_bytes = token_bytes // degrees.ulysses
-
-    def exchange(what: str, size: int) -> Transfer:
-        return Transfer(
-            what=what,
-            op="all_to_all",
-            axis="ulysses",
-            ranks=degrees.ulysses,
-            dtype=job.dtype,
-            bytes=size,
-            calls=calls,
-            when=When.STEP,
-        )
-
-    yield exchange("q, k and v: tokens to heads", 3 * share.shards.cp.size * token_bytes)
-    yield exchange("attention's output: heads to tokens", blocks[place["ring"]] * held_bytes)
-    for hop in range(degrees.ring - 1):
-        owner = (place["ring"] - hop) % degrees.ring
-        yield Transfer(
-            what="keys and values round the ring",
-            op="send",
-            axis="ring",
-            ranks=degrees.ring,
-            dtype=job.dtype,
-            bytes=2 * blocks[owner] * held_bytes,
-            calls=calls,
-            when=When.STEP,
-        )
+    token = share.micro_batch * (job.shape.num_heads // degrees.tp) * HEAD_DIM
+    held = token // degrees.ulysses
+    moves = [(TO_HEADS, 3 * share.shards.cp.size * token), (TO_TOKENS, blocks[ring] * held)]
+    # A negative index: ring ranks count on from the last one.
+    moves += [(KEYS_VALUES, 2 * blocks[ring - hop] * held) for hop in range(degrees.ring - 1)]
+    for move, items in moves:
+        yield move.over(share, items, dtype=job.dtype, calls=share.forwards * share.blocks)
 
 
-def _tensor(job: Workload, degrees: MeshDegrees, share: RankShare) -> Iterator[Transfer]:
-    calls = share.forwards * share.blocks
+def _tensor(share: RankShare) -> Iterator[Transfer]:
+    job, calls = share.job, share.forwards * share.blocks
     tokens = share.micro_batch * share.shards.cp.size
-
-    def collective(what: str, op: str, dtype: str, size: int, per_block: int) -> Transfer:
-        return Transfer(
-            what=what,
-            op=op,
-            axis="tp",
-            ranks=degrees.tp,
-            dtype=dtype,
-            bytes=size,
-            calls=per_block * calls,
-            when=When.STEP,
-        )
-
-    yield collective(
-        "sums of self-attention norms", "all_reduce", STATE, 2 * tokens * BY_NAME[STATE].bytes, 1
-    )
-    yield collective(
-        "sums of cross-attention norms", "all_reduce", STATE, tokens * BY_NAME[STATE].bytes, 1
-    )
-    row_bytes = job.shape.dim * job.item_bytes
-    if not degrees.sp:
-        yield collective("row-parallel sums", "all_reduce", job.dtype, tokens * row_bytes, 3)
-        return
-    # The longest shard sets the length of all.
-    shard = share.micro_batch * max(share.shards.sp.sizes) * row_bytes
-    yield collective("tokens before column layers", "all_gather", job.dtype, shard, 3)
-    yield collective("row-parallel sums", "reduce_scatter", job.dtype, degrees.tp * shard, 3)
+    yield SELF_NORMS.over(share, 2 * tokens, calls=calls)
+    yield CROSS_NORMS.over(share, tokens, calls=calls)
+    sums = [(ROW_SUMS, tokens)]
+    if share.degrees.sp:
+        # The longest shard sets the length of all.
+        shard = share.micro_batch * max(share.shards.sp.sizes)
+        sums = [(SP_TOKENS, shard), (SP_ROW_SUMS, share.degrees.tp * shard)]
+    for each, rows in sums:
+        yield each.over(share, rows * job.shape.dim, dtype=job.dtype, calls=3 * calls)
 
 
-def _step_end(
-    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
-) -> Iterator[Transfer]:
+def _step_end(share: RankShare, counting: Counting) -> Iterator[Transfer]:
+    job, dtype, tokens = share.job, STATE, share.shards.sp.size
     if counting is Counting.LITERATURE:
-        yield from _gathers(job, degrees, share, dtype=job.dtype, when=When.STEP)
-    if len(share.branches) == 2 or not job.guided:
-        return
-    whole = counting is Counting.LITERATURE
-    dtype = job.dtype if whole else STATE
-    tokens = share.samples.size * (job.grid.tokens if whole else share.shards.sp.size)
-    yield Transfer(
-        what="predictions of the guidance branches",
-        op="all_gather",
-        axis="cfg",
-        ranks=degrees.cfg,
-        dtype=dtype,
-        bytes=tokens * job.shape.token_dim * BY_NAME[dtype].bytes,
-        calls=1,
-        when=When.STEP,
-    )
+        dtype, tokens = job.dtype, job.grid.tokens
+        yield from _gathers(share, dtype, When.STEP)
+    if job.guided and len(share.branches) == 1:
+        items = share.samples.size * tokens * job.shape.token_dim
+        yield BRANCHES.over(share, items, dtype=dtype, calls=1)
 
 
-def _job_end(
-    job: Workload, degrees: MeshDegrees, share: RankShare, counting: Counting
-) -> Iterator[Transfer]:
+def _job_end(share: RankShare, counting: Counting) -> Iterator[Transfer]:
     if counting is Counting.RUN:
-        yield from _gathers(job, degrees, share, dtype=STATE, when=When.JOB)
-    yield Transfer(
-        what="finished videos",
-        op="all_gather",
-        axis="dp",
-        ranks=degrees.dp,
-        dtype=STATE,
-        bytes=max(share.samples.sizes)
-        * job.grid.tokens
-        * job.shape.token_dim
-        * BY_NAME[STATE].bytes,
-        calls=1,
-        when=When.JOB,
-    )
+        yield from _gathers(share, STATE, When.JOB)
+    items = max(share.samples.sizes) * share.job.grid.tokens * share.job.shape.token_dim
+    yield VIDEOS.over(share, items, calls=1, when=When.JOB)
 
 
-def _gathers(
-    job: Workload, degrees: MeshDegrees, share: RankShare, *, dtype: str, when: When
-) -> Iterator[Transfer]:
+def _gathers(share: RankShare, dtype: str, when: When) -> Iterator[Transfer]:
     """All tokens on every rank, at the width of a latent's token."""
-    item = share.samples.size * job.shape.token_dim * BY_NAME[dtype].bytes
-    axis = (
-        "cp"
-        if min(degrees.ring, degrees.ulysses) > 1
-        else "ring"
-        if degrees.ring > 1
-        else "ulysses"
-    )
-    for axis_name, ranks, sizes in (
-        ("tp", degrees.tp if degrees.sp else 1, share.shards.sp.sizes),
-        (axis, degrees.cp, share.shards.cp.sizes),
-    ):
-        yield Transfer(
-            what="token shards of the latent",
-            op="all_gather",
-            axis=axis_name,
-            ranks=ranks,
-            dtype=dtype,
-            bytes=max(sizes) * item,
-            calls=1,
-            when=when,
-        )
+    degrees, shards = share.degrees, share.shards
+    cut = [axis for axis in ("ring", "ulysses") if degrees.degree(axis) > 1]
+    parts = [(cut[0] if len(cut) == 1 else "cp", shards.cp.sizes)]
+    if degrees.sp:
+        parts.insert(0, ("tp", shards.sp.sizes))
+    item = share.samples.size * share.job.shape.token_dim
+    for axis, sizes in parts:
+        gather = _Collective("token shards of the latent", "all_gather", axis)
+        yield gather.over(share, max(sizes) * item, dtype=dtype, calls=1, when=when)

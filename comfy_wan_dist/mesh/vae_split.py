@@ -125,32 +125,24 @@ class VAESplit:
 
     def explain(self, ranks: int) -> str:
         """One line on how and why a plane of `ranks` shares the work so."""
+        return "; ".join(self._reasons(ranks)) or "one rank does everything"
+
+    def _reasons(self, ranks: int) -> Iterator[str]:
         sizes, axis = self.shard(0).sizes, self.axis.value
-        reasons = []
         if self.space > 1:
-            why = (
-                "the shorter side is left whole"
-                if self.size.height != self.size.width
-                else "the width on a tie"
-            )
+            is_tie = self.size.height == self.size.width
+            why = "the width on a tie" if is_tie else "the shorter side is left whole"
             span = f"{sizes[0]}" if len(set(sizes)) == 1 else f"{sizes[-1]} or {sizes[0]}"
-            reasons.append(
-                f"{axis} in {self.space} parts of {span}; {why}, and neighbours exchange one at each border"
-            )
+            yield f"{axis} in {self.space} parts of {span}; {why}, and neighbours exchange one at each border"
         if self.time > 1:
-            reasons.append(
+            yield (
                 f"frames in {self.time} runs of {RUN} per chunk; {self.size.length(self.axis)} latent {axis} "
                 f"alone do not share out over {ranks} ranks"
             )
         if self.tiles > 1:
-            reasons.append(
-                f"each part in {self.tiles} tiles one after another, which takes longer but fits into memory"
-            )
+            yield f"each part in {self.tiles} tiles one after another, which takes longer but fits into memory"
         if self.ranks < ranks:
-            reasons.append(
-                f"{ranks - self.ranks} of {ranks} ranks have no part, which would not make it faster"
-            )
-        return "; ".join(reasons) or "one rank does everything"
+            yield f"{ranks - self.ranks} of {ranks} ranks have no part, which would not make it faster"
 
 
 def first_chunk(time: int) -> int:

@@ -94,12 +94,15 @@ def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankShare:
-    """What rank `rank` of a job's mesh does.
+    """What one rank of a job's mesh does.
 
-    place: its coordinates. blocks: those of its stage. branches: the text tokens of each branch that it computes.
+    degrees: that mesh. place: the rank's coordinates. blocks: those of its stage. branches: the text tokens of each
+    branch that it computes.
     micro_batch: samples in one forward; forwards: how many of them it takes part in each step.
     """
 
+    job: Workload
+    degrees: MeshDegrees
     place: dict[str, int]
     samples: ShardRange
     shards: TokenShards
@@ -111,9 +114,10 @@ class RankShare:
     is_first_stage: bool
     is_last_stage: bool
 
-    def ring_blocks(self, degrees: MeshDegrees) -> tuple[int, ...]:
+    @property
+    def ring_blocks(self) -> tuple[int, ...]:
         """Tokens that each ring rank holds: what its Ulysses group holds together."""
-        sizes, width = self.shards.cp.sizes, degrees.ulysses
+        sizes, width = self.shards.cp.sizes, self.degrees.ulysses
         return tuple(sum(sizes[first : first + width]) for first in range(0, len(sizes), width))
 
 
@@ -127,6 +131,8 @@ def rank_share(job: Workload, degrees: MeshDegrees, rank: int) -> RankShare:
     # Stages take one sample at a time, so that all of them have work.
     split = samples.size if degrees.pp > 1 else 1
     return RankShare(
+        job=job,
+        degrees=degrees,
         place=place,
         samples=samples,
         shards=token_shards(

@@ -13,8 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, combinations
 from pathlib import Path
 
 from ..mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
@@ -89,7 +90,7 @@ def examine() -> Machine:
     else:
         torch_version, torch_cuda = torch.__version__, torch.version.cuda
         if torch.cuda.is_available():
-            gpus = _gpus()
+            gpus = tuple(map(_gpu, range(torch.cuda.device_count())))
             nccl = _nccl()
     return Machine(
         system=platform.system(),
@@ -100,34 +101,24 @@ def examine() -> Machine:
         nccl=nccl,
         has_memfd=_has_memfd(),
         memory_free=free_host_memory(),
-        driver_gpus=_driver_gpus(),
+        driver_gpus=len(re.findall("^GPU ", _output("nvidia-smi", "-L"), flags=re.MULTILINE)),
         gpus=gpus,
         nvlinks=parse_topology(_output("nvidia-smi", "topo", "-m")),
     )
 
 
-def _gpus() -> tuple[GPU, ...]:
-    import torch
+def _gpu(index: int) -> GPU:
+    from torch import cuda
 
-    count = torch.cuda.device_count()
-    found = []
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        peers = (
-            other
-            for other in range(count)
-            if other != index and torch.cuda.can_device_access_peer(index, other)
-        )
-        found.append(
-            GPU(
-                name=torch.cuda.get_device_name(index),
-                free=free,
-                total=total,
-                has_bfloat16=torch.cuda.get_device_capability(index) >= (8, 0),
-                peers=tuple(peers),
-            )
-        )
-    return tuple(found)
+    free, total = cuda.mem_get_info(index)
+    others = [other for other in range(cuda.device_count()) if other != index]
+    return GPU(
+        name=cuda.get_device_name(index),
+        free=free,
+        total=total,
+        has_bfloat16=cuda.get_device_capability(index) >= (8, 0),
+        peers=tuple(other for other in others if cuda.can_device_access_peer(index, other)),
+    )
 
 
 def _nccl() -> str | None:
@@ -155,10 +146,6 @@ def free_host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
     except OSError:
         return None
     return int(match[1]) * 1024 if match else None
-
-
-def _driver_gpus() -> int:
-    return sum(line.startswith("GPU ") for line in _output("nvidia-smi", "-L").splitlines())
 
 
 def _output(*command: str) -> str:
@@ -195,27 +182,21 @@ def parse_topology(matrix: str) -> frozenset[tuple[int, int]] | None:
 
 def diagnose(machine: Machine) -> tuple[Finding, ...]:
     """One finding for each thing that a group needs."""
-    checks: tuple[Callable[[Machine], list[Finding]], ...] = (
-        _check_system,
-        _check_torch,
-        _check_gpus,
-        _check_links,
-        _check_memory,
-        _check_choice,
-    )
-    return tuple(finding for check in checks for finding in check(machine))
+    checks = [_check_system(machine), _check_torch(machine)]
+    if machine.torch is not None:
+        checks += [_check_gpus(machine), _check_links(machine)]
+    checks.append(_check_memory(machine))
+    if machine.torch is not None:
+        checks.append(_check_choice(machine))
+    return tuple(chain(*checks))
 
 
 def findings_text(findings: tuple[Finding, ...]) -> str:
     """A line for each finding, and what it comes to."""
     wrong = sum(finding.is_wrong for finding in findings)
-    last = (
-        "Nothing is wrong."
-        if not wrong
-        else f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong."
-    )
+    count = {0: "Nothing is", 1: "1 thing is"}.get(wrong, f"{wrong} things are")
     lines = [f"{finding.level.value:<6}{finding.text}" for finding in findings]
-    return "\n".join([*lines, last])
+    return "\n".join([*lines, f"{count} wrong."])
 
 
 def _ok(text: str) -> Finding:
@@ -230,151 +211,115 @@ def _wrong(text: str) -> Finding:
     return Finding(level=Level.WRONG, text=text)
 
 
-def _check_system(machine: Machine) -> list[Finding]:
+def _check_system(machine: Machine) -> Iterator[Finding]:
     python = ".".join(map(str, machine.python))
-    found = []
     if machine.system != "Linux":
-        found.append(_wrong(f"This is {machine.system}; worker groups run on Linux only."))
+        yield _wrong(f"This is {machine.system}; worker groups run on Linux only.")
     if machine.python < MIN_PYTHON:
-        found.append(_wrong(f"Python is {python}; use 3.10 or newer."))
+        yield _wrong(f"Python is {python}; use 3.10 or newer.")
     else:
-        found.append(_ok(f"Python {python} on {machine.system}."))
+        yield _ok(f"Python {python} on {machine.system}.")
     if machine.has_memfd:
-        found.append(_ok("memfd works: tensors can be handed over in shared memory."))
+        yield _ok("memfd works: tensors can be handed over in shared memory.")
     else:
-        found.append(
-            _wrong(
-                "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
-                "sandbox that allows the call."
-            )
+        yield _wrong(
+            "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
+            "sandbox that allows the call."
         )
-    return found
 
 
-def _check_torch(machine: Machine) -> list[Finding]:
-    if machine.torch is None:
-        return [
-            _wrong(
-                f"torch cannot be imported ({machine.torch_error}); use the Python that ComfyUI runs with."
-            )
-        ]
+def _check_torch(machine: Machine) -> Iterator[Finding]:
     built = f"built for CUDA {machine.torch_cuda}" if machine.torch_cuda else "built without CUDA"
-    return [_ok(f"torch {machine.torch}, {built}.")]
-
-
-def _check_gpus(machine: Machine) -> list[Finding]:
-    if machine.torch is None:
-        return []
-    if not machine.gpus:
-        if not machine.driver_gpus:
-            return [
-                _note("There is no NVIDIA GPU: jobs run on the CPU, which is fit for tests only.")
-            ]
-        if machine.torch_cuda is None:
-            remedy = "install a torch that is built for CUDA"
-        else:
-            remedy = "check CUDA_VISIBLE_DEVICES and that the driver is new enough for torch's CUDA"
-        return [
-            _wrong(f"The driver lists {machine.driver_gpus} GPUs but torch sees none; {remedy}.")
-        ]
-    found = [
-        _ok(f"GPU {index}: {gpu.name}, {gpu.free / GB:.1f} of {gpu.total / GB:.1f} GB free.")
-        for index, gpu in enumerate(machine.gpus)
-    ]
-    if len(machine.gpus) < machine.driver_gpus:
-        found.append(
-            _note(
-                f"torch sees {len(machine.gpus)} of {machine.driver_gpus} GPUs; CUDA_VISIBLE_DEVICES hides the others."
-            )
-        )
-    if len({gpu.name for gpu in machine.gpus}) > 1:
-        found.append(
-            _note(
-                "The GPUs differ: all go at the pace of the slowest; name equal ones in `devices`."
-            )
-        )
-    if old := [index for index, gpu in enumerate(machine.gpus) if not gpu.has_bfloat16]:
-        found.append(
-            _wrong(
-                f"GPU {', '.join(map(str, old))} has no bfloat16 arithmetic; leave it out or choose the dtype float16."
-            )
-        )
-    if len(machine.gpus) > 1 and machine.nccl is None:
-        found.append(
-            _wrong(
-                "torch has no NCCL, without which GPUs cannot work together; install an official Linux build."
-            )
-        )
-    elif machine.nccl is not None:
-        found.append(_ok(f"NCCL {machine.nccl}."))
-    return found
-
-
-def _check_links(machine: Machine) -> list[Finding]:
-    count = len(machine.gpus)
-    pairs = [(one, other) for one in range(count) for other in range(one + 1, count)]
-    if not pairs:
-        return []
-    apart = [pair for pair in pairs if pair[1] not in machine.gpus[pair[0]].peers]
-    if not apart:
-        found = [_ok("Peer-to-peer access works between all GPUs.")]
+    if machine.torch is not None:
+        yield _ok(f"torch {machine.torch}, {built}.")
     else:
-        names = ", ".join(f"{one}-{other}" for one, other in apart[:8])
-        found = [
-            _note(
-                f"No peer-to-peer access between GPUs {names}{', ...' if len(apart) > 8 else ''}: what they exchange "
-                "goes through host memory, which is slower."
-            )
-        ]
+        yield _wrong(
+            f"torch cannot be imported ({machine.torch_error}); use the Python that ComfyUI runs with."
+        )
+
+
+def _check_gpus(machine: Machine) -> Iterator[Finding]:
+    gpus, listed = machine.gpus, machine.driver_gpus
+    if not gpus and not listed:
+        yield _note("There is no NVIDIA GPU: jobs run on the CPU, which is fit for tests only.")
+    elif not gpus:
+        remedy = "install a torch that is built for CUDA"
+        if machine.torch_cuda is not None:
+            remedy = "check CUDA_VISIBLE_DEVICES and that the driver is new enough for torch's CUDA"
+        yield _wrong(f"The driver lists {listed} GPUs but torch sees none; {remedy}.")
+    for index, gpu in enumerate(gpus):
+        yield _ok(f"GPU {index}: {gpu.name}, {gpu.free / GB:.1f} of {gpu.total / GB:.1f} GB free.")
+    if 0 < len(gpus) < listed:
+        yield _note(
+            f"torch sees {len(gpus)} of {listed} GPUs; CUDA_VISIBLE_DEVICES hides the others."
+        )
+    if len({gpu.name for gpu in gpus}) > 1:
+        yield _note(
+            "The GPUs differ: all go at the pace of the slowest; name equal ones in `devices`."
+        )
+    if old := [str(index) for index, gpu in enumerate(gpus) if not gpu.has_bfloat16]:
+        yield _wrong(
+            f"GPU {', '.join(old)} has no bfloat16 arithmetic; leave it out or choose the dtype float16."
+        )
+    if gpus and machine.nccl is not None:
+        yield _ok(f"NCCL {machine.nccl}.")
+    elif len(gpus) > 1:
+        yield _wrong(
+            "torch has no NCCL, without which GPUs cannot work together; install an official Linux build."
+        )
+
+
+def _check_links(machine: Machine) -> Iterator[Finding]:
+    pairs = list(combinations(range(len(machine.gpus)), 2))
+    if not pairs:
+        return
+    if apart := [(one, other) for one, other in pairs if other not in machine.gpus[one].peers]:
+        yield _note(
+            f"No peer-to-peer access between GPUs {_named(apart[:8])}{', ...' if len(apart) > 8 else ''}: what they "
+            "exchange goes through host memory, which is slower."
+        )
+    else:
+        yield _ok("Peer-to-peer access works between all GPUs.")
+    joined = [pair for pair in pairs if pair in (machine.nvlinks or ())]
     if machine.nvlinks is None:
-        return [
-            *found,
-            _note("nvidia-smi shows no topology: whether there is NVLink is not known."),
-        ]
-    joined = [pair for pair in pairs if pair in machine.nvlinks]
-    if len(joined) == len(pairs):
-        return [*found, _ok("NVLink joins all GPUs.")]
-    if joined:
-        names = ", ".join(f"{one}-{other}" for one, other in joined[:8])
-        return [
-            *found,
-            _note(f"NVLink joins only some GPUs: {names}; put these side by side in `devices`."),
-        ]
-    return [*found, _note("There is no NVLink: the GPUs exchange over PCIe, where tp costs most.")]
+        yield _note("nvidia-smi shows no topology: whether there is NVLink is not known.")
+    elif len(joined) == len(pairs):
+        yield _ok("NVLink joins all GPUs.")
+    elif joined:
+        yield _note(
+            f"NVLink joins only some GPUs: {_named(joined[:8])}; put these side by side in `devices`."
+        )
+    else:
+        yield _note("There is no NVLink: the GPUs exchange over PCIe, where tp costs most.")
 
 
-def _check_memory(machine: Machine) -> list[Finding]:
+def _named(pairs: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{one}-{other}" for one, other in pairs)
+
+
+def _check_memory(machine: Machine) -> Iterator[Finding]:
     if machine.memory_free is None:
-        return [_note("How much host memory is free could not be read.")]
-    return [_ok(f"{machine.memory_free / GB:.1f} GB of host memory are free.")]
+        yield _note("How much host memory is free could not be read.")
+    else:
+        yield _ok(f"{machine.memory_free / GB:.1f} GB of host memory are free.")
 
 
-def _check_choice(machine: Machine) -> list[Finding]:
-    if machine.torch is None:
-        return []
+def _check_choice(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
-        return [_ok("auto would choose: single, on the CPU.")]
+        yield _ok("auto would choose: single, on the CPU.")
+        return
     free = min(gpu.free for gpu in machine.gpus)
     job = Workload(shape=TI2V_5B, grid=LARGE_VIDEO, steps=1, guided=True)
     mesh = choose_mesh(TI2V_5B, device_count=len(machine.gpus), guided=True, device_memory=free)
-    found = [
-        _ok(
-            f"auto would choose {mesh} for TI2V-5B at 704x1280 and 121 frames. "
-            + explain_mesh(mesh, job, device_memory=free)
-        )
-    ]
+    why = explain_mesh(mesh, job, device_memory=free)
+    yield _ok(f"auto would choose {mesh} for TI2V-5B at 704x1280 and 121 frames. {why}")
     need = peak_bytes(job, mesh)
     if need > free:
-        found.append(
-            _wrong(
-                f"Even then each GPU needs {need / GB:.1f} GB and one has {free / GB:.1f} GB free; close what uses the "
-                "GPUs, make smaller videos, or use more or larger GPUs."
-            )
+        yield _wrong(
+            f"Even then each GPU needs {need / GB:.1f} GB and one has {free / GB:.1f} GB free; close what uses the "
+            "GPUs, make smaller videos, or use more or larger GPUs."
         )
     if unknown := {gpu.name for gpu in machine.gpus if find_device(gpu.name) is None}:
-        found.append(
-            _note(
-                f"The planner has no figures for {', '.join(sorted(unknown))}; plan with the nearest it knows."
-            )
+        yield _note(
+            f"The planner has no figures for {', '.join(sorted(unknown))}; plan with the nearest it knows."
         )
-    return found

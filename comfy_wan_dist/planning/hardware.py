@@ -16,9 +16,19 @@ from ..mesh.devices import GB
 MAX_DEVICES = 1024
 
 
+EFFICIENCY = 0.5
+"""Guess: the share of the peak that matrix products and attention of this model reach."""
+MEMORY_EFFICIENCY = 0.7
+"""Guess: the share of its memory's rate that elementwise work reaches."""
+LINK_EFFICIENCY = 0.7
+"""Guess: the share of the link that a large collective reaches."""
+LATENCY = 30e-6
+"""Guess: seconds for a collective besides its bytes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """How a device really does on this kind of work.
+    """How a device really does on this kind of work, as measured, or figures times guesses.
 
     rate: floating-point operations per second. memory: bytes read and written per second. link: bytes per second that
     a rank sends. latency: seconds that a collective takes besides.
@@ -32,36 +42,18 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One kind of device. Rates per second; `calibration` is there once it was measured."""
+    """One kind of device. half, single: what it does in 16 and in 32 bits."""
 
     name: str
     memory: int
-    half_flops: float
-    float_flops: float
-    memory_rate: float
-    link: float
     link_name: str
-    efficiency: float = 0.5
-    """Guess: the share of the peak that matrix products and attention of this model reach."""
-    memory_efficiency: float = 0.7
-    """Guess: the share of its memory's rate that elementwise work reaches."""
-    link_efficiency: float = 0.7
-    """Guess: the share of the link that a large collective reaches."""
-    latency: float = 30e-6
-    """Guess: seconds for a collective besides its bytes."""
-    calibration: Calibration | None = None
+    half: Calibration
+    single: Calibration
+    is_measured: bool = False
 
     def performance(self, dtype: str) -> Calibration:
-        """What to count with: measured, or figures times guesses."""
-        if self.calibration is not None:
-            return self.calibration
-        peak = self.float_flops if dtype == "float32" else self.half_flops
-        return Calibration(
-            rate=peak * self.efficiency,
-            memory=self.memory_rate * self.memory_efficiency,
-            link=self.link * self.link_efficiency,
-            latency=self.latency,
-        )
+        """What to count with."""
+        return self.single if dtype == "float32" else self.half
 
 
 def _device(
@@ -72,15 +64,16 @@ def _device(
     link: float,
     link_name: str,
 ) -> Device:
-    return Device(
-        name=name,
-        memory=memory * GB,
-        half_flops=tflops[0] * 1e12,
-        float_flops=tflops[1] * 1e12,
-        memory_rate=memory_rate * 1e12,
-        link=link * GB,
-        link_name=link_name,
+    half, single = (
+        Calibration(
+            rate=peak * 1e12 * EFFICIENCY,
+            memory=memory_rate * 1e12 * MEMORY_EFFICIENCY,
+            link=link * GB * LINK_EFFICIENCY,
+            latency=LATENCY,
+        )
+        for peak in tflops
     )
+    return Device(name=name, memory=memory * GB, link_name=link_name, half=half, single=single)
 
 
 DEVICES = (
@@ -108,23 +101,27 @@ class DevicePool:
     @property
     def weakest(self) -> Device:
         """One device with the least of everything; its name lists all kinds. Measured ones are all alike."""
-        first = self.devices[0]
-        if all(device == first for device in self.devices):
-            return first
-        return replace(
-            first,
+        return Device(
             name=" + ".join(dict.fromkeys(device.name for device in self.devices)),
             memory=min(device.memory for device in self.devices),
-            half_flops=min(device.half_flops for device in self.devices),
-            float_flops=min(device.float_flops for device in self.devices),
-            memory_rate=min(device.memory_rate for device in self.devices),
-            link=min(device.link for device in self.devices),
-            link_name=min(self.devices, key=lambda device: device.link).link_name,
+            link_name=min(self.devices, key=lambda device: device.half.link).link_name,
+            half=_least([device.half for device in self.devices]),
+            single=_least([device.single for device in self.devices]),
+            is_measured=self.devices[0].is_measured,
         )
 
     def __str__(self) -> str:
         names = [device.name for device in self.devices]
         return ",".join(f"{names.count(name)}x{name}" for name in dict.fromkeys(names))
+
+
+def _least(each: Sequence[Calibration]) -> Calibration:
+    return Calibration(
+        rate=min(one.rate for one in each),
+        memory=min(one.memory for one in each),
+        link=min(one.link for one in each),
+        latency=max(one.latency for one in each),
+    )
 
 
 MeasureCPU = Callable[[int], Calibration]
@@ -137,12 +134,10 @@ def cpu_device(*, ranks: int, memory: int, measure: MeasureCPU) -> Device:
     return Device(
         name="CPU",
         memory=memory // ranks,
-        half_flops=measured.rate,
-        float_flops=measured.rate,
-        memory_rate=measured.memory,
-        link=measured.link,
         link_name="loopback",
-        calibration=measured,
+        half=measured,
+        single=measured,
+        is_measured=True,
     )
 
 

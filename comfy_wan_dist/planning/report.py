@@ -9,7 +9,7 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.devices import GB
 from ..mesh.report import table
 from ..mesh.vae_shape import pixel_frames
-from .hardware import Device
+from .hardware import EFFICIENCY, LATENCY, LINK_EFFICIENCY, Device
 from .plan import Choice, MeshOption, Plan
 
 HEAD = [
@@ -41,6 +41,7 @@ def plan_text(plan: Plan) -> str:
     job, device = plan.job, plan.pool.weakest
     pixels = 2 * job.shape.vae_stride
     guided = "with guidance" if job.guided else "without guidance (cfg 1)"
+    shown = shown_options(plan)
     rows = [
         [
             str(option.mesh),
@@ -53,8 +54,9 @@ def plan_text(plan: Plan) -> str:
             f"{option.seconds.video:.3g}",
             f"{option.videos_per_hour:.3g}",
         ]
-        for option in shown_options(plan)
+        for option in shown
     ]
+    misfit = "" if all(option.fits for option in shown) else "! does not fit. "
     named = [
         f"{label}: {choice.option.mesh}{unfit(choice.option, device)}. {choice.reason}"
         if choice
@@ -74,7 +76,7 @@ def plan_text(plan: Plan) -> str:
             f"each device: {device.memory / GB:.0f} GB, {device.link_name}",
             "",
             table(HEAD, rows),
-            "! does not fit. GB, TFLOP and MB are of the rank with most; the VAE and the text encoder come on top.",
+            f"{misfit}GB, TFLOP and MB are of the rank with most; the VAE and the text encoder come on top.",
             "Fastest first. Meshes within 3 % count as equal; among them the one that auto takes is named below.",
             "",
             *named,
@@ -93,16 +95,16 @@ def unfit(option: MeshOption, device: Device) -> str:
 
 def basis(device: Device) -> str:
     """Where the seconds come from."""
-    if device.calibration is not None:
-        can = device.calibration
+    if device.is_measured:
+        can = device.half
         return (
             f"Seconds: measured here: {can.rate / 1e9:.1f} GFLOP/s per rank, {can.link / 1e9:.2f} GB/s between ranks, "
             f"{can.latency * 1e6:.0f} us for a collective."
         )
     return (
         "Seconds are no measurement: vendors' figures, of which guesses say that "
-        f"{device.efficiency:.0%} of the arithmetic and {device.link_efficiency:.0%} of the link are reached, and that "
-        f"a collective takes {device.latency * 1e6:.0f} us besides."
+        f"{EFFICIENCY:.0%} of the arithmetic and {LINK_EFFICIENCY:.0%} of the link are reached, and that "
+        f"a collective takes {LATENCY * 1e6:.0f} us besides."
     )
 
 

@@ -8,7 +8,7 @@ Not covered: other users of a shared bus, and everything whose work is not count
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
@@ -30,7 +30,7 @@ class PredictedSeconds:
 
     compute: float
     exchange: float
-    waiting: float
+    waiting: float = 0.0
     once: float
     steps: int
 
@@ -52,27 +52,15 @@ def predict_seconds(job: Workload, degrees: MeshDegrees, device: Device) -> Pred
     # Of m micro-batches a stage waits for p - 1 more; the share that it waits is the bubble.
     forwards = rank_share(job, degrees, 0).forwards
     idle = bubble(stages=degrees.pp, micro_batches=forwards)
-    return PredictedSeconds(
-        compute=slowest.compute,
-        exchange=slowest.exchange,
+    return replace(
+        slowest,
         waiting=slowest.step * idle / (1 - idle),
         once=max(stage.once for stage in stages),
-        steps=job.steps,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stage:
-    compute: float
-    exchange: float
-    once: float
-
-    @property
-    def step(self) -> float:
-        return self.compute + self.exchange
-
-
-def _stage(job: Workload, degrees: MeshDegrees, rank: int, can: Calibration) -> _Stage:
+def _stage(job: Workload, degrees: MeshDegrees, rank: int, can: Calibration) -> PredictedSeconds:
+    """What one stage takes, not counting that it waits for others."""
     flops = rank_flops(job, degrees, rank)
     exchange = beside = weights = once = 0.0
     for transfer in transfers(job, degrees, rank):
@@ -89,16 +77,17 @@ def _stage(job: Workload, degrees: MeshDegrees, rank: int, can: Calibration) -> 
     # What the last part attends to has arrived: nothing is sent meanwhile.
     covered = min(HIDDEN * beside, attention * (degrees.ring - 1) / degrees.ring)
     compute = flops.step / can.rate + _merge_bytes(job, degrees, rank) / can.memory
-    return _Stage(
+    return PredictedSeconds(
         compute=compute,
         exchange=exchange + beside - covered + weights - min(HIDDEN * weights, compute),
         once=once + flops.text / can.rate,
+        steps=job.steps,
     )
 
 
 def _merge_bytes(job: Workload, degrees: MeshDegrees, rank: int) -> int:
     """Passed through memory in a step to merge the parts that a ring gives."""
     share = rank_share(job, degrees, rank)
-    queries = share.micro_batch * share.ring_blocks(degrees)[share.place["ring"]]
+    queries = share.micro_batch * share.ring_blocks[share.place["ring"]]
     width = job.shape.dim // (degrees.tp * degrees.ulysses)
     return (degrees.ring - 1) * share.forwards * share.blocks * queries * width * MERGE_BYTES

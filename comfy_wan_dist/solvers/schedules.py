@@ -88,7 +88,9 @@ def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
 
 
 def given_sigmas(sigmas: Sequence[float]) -> Schedule:
-    """Return the schedule of explicit sigmas, as ComfyUI's SamplerCustom runs a flow model with them.
+    """Return the schedule of explicit sigmas, as ComfyUI runs a flow model with them.
+
+    The model is told 1000 * sigma, not rounded, at each but the last.
 
     Empty for none at all (no steps: the latent stays as it is). Rounding may lead just above 1. Below 1 the run starts
     from the given latent, and above 0 it ends with noise left in.
@@ -97,23 +99,26 @@ def given_sigmas(sigmas: Sequence[float]) -> Schedule:
     points = tuple(min(float(s), 1.0) if s < 1.001 else float(s) for s in sigmas)
     if not points:
         return Schedule(sigmas=(), timesteps=(), start=0.0)
+    validate_sigmas(points)
+    timesteps = tuple(sigma * TRAIN_TIMESTEPS for sigma in points[:-1])
+    return Schedule(sigmas=points, timesteps=timesteps, start=points[0])
+
+
+def validate_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
+    """Return `sigmas` as floats.
+
+    Raises ConfigError unless 1 >= s_0 > s_1 > ... > s_N >= 0 and 1 <= N <= MAX_STEPS.
+    """
+    points = tuple(map(float, sigmas))
     if not 2 <= len(points) <= MAX_STEPS + 1:
         raise ConfigError(
-            f"the SIGMAS hold {len(points)} value{'s' * (len(points) > 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
+            f"the SIGMAS hold {len(points)} value{'s' * (len(points) != 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
             "one more than steps"
         )
     for index, (sigma, before) in enumerate(zip(points, (math.inf, *points), strict=False)):
         if not (0 <= sigma <= 1 and sigma < before):  # NaN fails this as well
             raise ConfigError(
                 f"value {index} of the SIGMAS is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
-                "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use a scheduler node made for flow models"
+                "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use fewer steps, or a scheduler made for flow models"
             )
-    return Schedule(sigmas=points, timesteps=flow_timesteps(points), start=points[0])
-
-
-def flow_timesteps(sigmas: Sequence[float]) -> tuple[float, ...]:
-    """Return what ComfyUI tells a flow model at each of N + 1 sigmas but the last.
-
-    N values in [0, 1000]: 1000 * sigma, not rounded.
-    """
-    return tuple(float(sigma) * TRAIN_TIMESTEPS for sigma in sigmas[:-1])
+    return points

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ipc.errors import ConfigError
+from .schedules import validate_sigmas
 from .unipc import COMFY_LAST_SIGMA, comfy_unipc, wan_unipc
 
 Sigmas = tuple[float, ...]
@@ -111,14 +112,18 @@ def solver_names() -> tuple[str, ...]:
     return tuple(kind.name for kind in SOLVERS)
 
 
-def find_solver(name: str) -> SolverKind | None:
-    return next((kind for kind in SOLVERS if kind.name == name), None)
+def find_solver(name: str) -> SolverKind:
+    """The solver `name`. Raises ConfigError for an unknown one."""
+    for kind in SOLVERS:
+        if kind.name == name:
+            return kind
+    raise ConfigError(f"sampler {name!r} is not offered; choose {', '.join(solver_names())}")
 
 
 def build_solver(name: str, *, sigmas: Sequence[float], step_noise: StepNoise | None) -> Solver:
     """Build the solver `name` for one run over `sigmas`.
 
-    sigmas: N + 1 values in [0, 1], strictly decreasing; only the last may be 0.
+    sigmas: N + 1 values as `validate_sigmas` wants them.
     step_noise: asked only by a solver that needs noise, once for each step whose next sigma is not
     0, in order.
     Raises ConfigError for an unknown name, for sigmas that the solver cannot follow, or for noise
@@ -126,8 +131,6 @@ def build_solver(name: str, *, sigmas: Sequence[float], step_noise: StepNoise | 
     """
     points = validate_sigmas(sigmas)
     kind = find_solver(name)
-    if kind is None:
-        raise ConfigError(f"Unknown solver {name!r}; choose one of {', '.join(solver_names())}.")
     if kind.needs_noise and step_noise is None and (len(points) > 2 or points[-1] > 0):
         raise ConfigError(
             f"Solver {name} adds noise after each of its {len(points) - 1} steps but was given "
@@ -136,39 +139,10 @@ def build_solver(name: str, *, sigmas: Sequence[float], step_noise: StepNoise | 
     return kind.build(points, step_noise)
 
 
-def effective_sigmas(name: str, sigmas: Sequence[float]) -> Sigmas:
-    """Return the sigmas that ComfyUI's code around the solver `name` sees after the run.
+def last_sigma(name: str, sigmas: Sequence[float]) -> float:
+    """Return the last sigma that ComfyUI's code around the solver `name` sees after the run.
 
-    They differ from the given ones where ComfyUI overwrites a last 0. As ComfyUI does for every
-    solver, the caller divides the run's result by (1 - effective_sigmas(...)[-1]).
+    It differs from the given one where ComfyUI overwrites a last 0. As ComfyUI does for every
+    solver, the caller divides the run's result by (1 - last_sigma(...)).
     """
-    points = validate_sigmas(sigmas)
-    kind = find_solver(name)
-    if kind is not None and points[-1] == 0:
-        return (*points[:-1], kind.last_sigma)
-    return points
-
-
-def validate_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
-    """Return `sigmas` as floats.
-
-    Raises ConfigError unless 1 >= s_0 > s_1 > ... > s_N >= 0 and N >= 1.
-    """
-    points = tuple(float(sigma) for sigma in sigmas)
-    if len(points) < 2:
-        raise ConfigError(
-            f"A run needs at least 2 sigmas (1 step), got {len(points)}; raise the steps or the "
-            "denoise value."
-        )
-    for index, sigma in enumerate(points):
-        if not 0 <= sigma <= 1:  # NaN fails this as well
-            raise ConfigError(
-                f"Sigma {index} is {sigma}, but a flow model's sigmas lie in [0, 1]; "
-                "choose another scheduler."
-            )
-        if index and sigma >= points[index - 1]:
-            raise ConfigError(
-                f"Sigmas must fall at every step, but sigma {index} is {sigma} after "
-                f"{points[index - 1]}; use fewer steps or another scheduler."
-            )
-    return points
+    return sigmas[-1] or find_solver(name).last_sigma

@@ -21,7 +21,6 @@ does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +124,7 @@ def comfy_unipc(sigmas: tuple[float, ...], *, bh2: bool) -> UniPC:
             alphas=(1.0,) * len(sigmas),
             max_order=3,
             bh2=bh2,
-            rounding=_COMFY_DTYPE,
+            dtype=_COMFY_DTYPE,
         )
     )
 
@@ -135,31 +134,22 @@ def _comfy_lambdas(sigmas: tuple[float, ...]) -> tuple[float, ...]:
     points = torch.tensor(sigmas, dtype=_COMFY_DTYPE, device="cpu")
     log_alpha = 0.5 * torch.log(1 / (points * points + 1))
     log_std = 0.5 * torch.log(1 - torch.exp(2 * log_alpha))
-    lambdas: list[float] = (log_alpha - log_std).tolist()
-    return tuple(lambdas)
+    return tuple((log_alpha - log_std).tolist())
 
 
 def wan_unipc(sigmas: tuple[float, ...]) -> UniPC:
     """The official code's UniPC: rectified flow, order 2, bh2. Raises ConfigError as `comfy_unipc` does."""
+    points = torch.tensor(sigmas, dtype=torch.float64, device="cpu")
     return UniPC(
         _rows(
             sigmas=sigmas,
-            lambdas=tuple(_flow_lambda(sigma) for sigma in sigmas),
+            lambdas=tuple((-torch.logit(points)).tolist()),  # infinite at 0 and 1
             alphas=tuple(1 - sigma for sigma in sigmas),
             max_order=2,
             bh2=True,
-            rounding=None,
+            dtype=torch.float64,
         )
     )
-
-
-def _flow_lambda(sigma: float) -> float:
-    """Half the log signal-to-noise ratio of a flow model, infinite at both ends."""
-    if sigma == 0:
-        return math.inf
-    if sigma == 1:
-        return -math.inf
-    return math.log((1 - sigma) / sigma)
 
 
 def _rows(
@@ -169,7 +159,7 @@ def _rows(
     alphas: tuple[float, ...],
     max_order: int,
     bh2: bool,
-    rounding: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> tuple[_Row, ...]:
     """Return the weights of a whole run; update j leads from point j - 1 to point j."""
     steps = len(sigmas) - 1
@@ -180,131 +170,72 @@ def _rows(
         # A point at -inf lies infinitely far back: its difference quotient is 0.
         while order > 1 and math.isinf(lambdas[target - order]):
             order -= 1
-        h = lambdas[target] - lambdas[target - 1]
+        last = lambdas[target - 1]
+        h = lambdas[target] - last
         if h == 0:
             raise ConfigError(
                 f"UniPC cannot tell sigma {target - 1} ({sigmas[target - 1]}) from the next one in float32; "
                 "use fewer steps, another scheduler, or the sampler euler"
             )
-        nodes = tuple(
-            (lambdas[target - 1 - back] - lambdas[target - 1]) / h for back in range(1, order)
-        )
-        update = _Update(
-            h=h,
-            nodes=nodes,
-            ratio=sigmas[target] / sigmas[target - 1],
-            alpha=alphas[target],
-            bh2=bh2,
-            rounding=rounding,
-        )
-        predictors.append(_predictor_weights(update))
+        nodes = tuple((lambdas[target - 1 - back] - last) / h for back in range(1, order))
+        ratio = sigmas[target] / sigmas[target - 1]
+        update = _Update(h=h, alpha=alphas[target], bh2=bh2, dtype=dtype)
+        predictors.append((ratio, *update.weights(nodes)))
         if target < steps:  # the network never sees the last point, so nothing can correct it
-            correctors.append(_corrector_weights(update))
-    rows = []
-    for index in range(steps):
-        keep = 0
-        if index + 1 < steps:
-            # Both rows begin with x and with the prediction of their own step.
-            keep = max(len(correctors[index + 1]), len(predictors[index + 1])) - 2
-        rows.append(_Row(corrector=correctors[index], predictor=predictors[index], keep=keep))
-    return tuple(rows)
+            # b itself is a node here: the network has been evaluated there by now.
+            m_a, m_b, *others = update.weights((1.0, *nodes))
+            correctors.append((ratio, m_b, m_a, *others))
+    # Both rows begin with x and with the prediction of their own step.
+    reads = [max(map(len, rows)) - 2 for rows in zip(correctors, predictors, strict=True)]
+    return tuple(
+        _Row(corrector=corrector, predictor=predictor, keep=keep)
+        for corrector, predictor, keep in zip(correctors, predictors, [*reads[1:], 0], strict=True)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Update:
     """One update between neighbouring points a and b.
 
-    h: lambda_b - lambda_a; may be infinite when there are no nodes.
-    nodes: (lambda - lambda_a) / h of the points before a that take part, newest first.
-    ratio: sigma_b / sigma_a. alpha: the factor of the clean signal at b.
+    h: lambda_b - lambda_a; may be infinite when no more than one node takes part.
+    alpha: the factor of the clean signal at b.
     bh2: B(h) is exp(-h) - 1; otherwise (bh1) it is -h.
-    rounding: the type in which moments are worked out step by step; None for exact ones.
+    dtype: what moments are worked out in, step by step.
     """
 
     h: float
-    nodes: tuple[float, ...]
-    ratio: float
     alpha: float
     bh2: bool
-    rounding: torch.dtype | None
+    dtype: torch.dtype
 
-    @property
-    def b_h(self) -> float:
-        return math.expm1(-self.h) if self.bh2 else -self.h
+    def weights(self, nodes: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the weights of m_a and of each node's m in x_b.
 
-    def moments(self, count: int) -> list[float]:
-        """Return what sum(rho_k * node_k^j) must be for j = 0 ... count - 1."""
-        if self.rounding is not None:
-            return self._rounded_moments(count, self.rounding)
-        z = -self.h
-        return [math.factorial(j + 1) * z * phi(j + 2, z) / self.b_h for j in range(count)]
+        nodes: (lambda - lambda_a) / h of the points beside a that take part, newest first.
+        x_b is sigma_b / sigma_a * x_a - alpha * (exp(-h) - 1) * m_a
+        - alpha * B * sum(rho_k * (m_k - m_a) / node_k).
+        """
+        # One node: the references take 1/2 (right to the order that counts) rather than solve.
+        rhos = self._solve_moments(nodes) if len(nodes) > 1 else [0.5] * len(nodes)
+        b_h = math.expm1(-self.h) if self.bh2 else -self.h
+        differences = [
+            -self.alpha * b_h * rho / node for rho, node in zip(rhos, nodes, strict=True)
+        ]
+        return (-self.alpha * math.expm1(-self.h) - sum(differences), *differences)
 
-    def _rounded_moments(self, count: int, dtype: torch.dtype) -> list[float]:
-        """`moments` by the recurrence of phi, which cancels, with every result rounded to `dtype`."""
-        z = torch.tensor(-self.h, dtype=dtype, device="cpu")
+    def _solve_moments(self, nodes: tuple[float, ...]) -> list[float]:
+        """Solve sum(rho_k * node_k^j) = moment_j, j = 0 ... len(nodes) - 1 (2 or 3 unknowns).
+
+        moment_j is (j + 1)! * z * phi_{j+2}(z) / B with z = -h, by the recurrence of phi, which cancels.
+        """
+        z = torch.tensor(-self.h, dtype=self.dtype, device="cpu")
         b_h = torch.expm1(z) if self.bh2 else z
         z_phi = torch.expm1(z) / z - 1
-        moments: list[float] = []
-        for j in range(count):
+        moments = []
+        for j in range(len(nodes)):
             moments.append((z_phi * math.factorial(j + 1) / b_h).item())
             z_phi = z_phi / z - 1 / math.factorial(j + 2)
-        return moments
-
-
-def _predictor_weights(update: _Update) -> tuple[float, ...]:
-    """Return the weights of (x_a, m_a, m_before_a, ...), whose sum is x_b."""
-    # One node: the references take 1/2 (right to the order that counts) rather than solve.
-    rhos = [0.5] if len(update.nodes) == 1 else _solve_moments(update.nodes, update)
-    differences = _difference_weights(update, rhos, update.nodes)
-    m_a = -update.alpha * math.expm1(-update.h) - sum(differences)
-    return (update.ratio, m_a, *differences)
-
-
-def _corrector_weights(update: _Update) -> tuple[float, ...]:
-    """Return the weights of (x_a, m_b, m_a, m_before_a, ...), whose sum is the corrected x_b."""
-    nodes = (1.0, *update.nodes)  # b itself, where the network has been evaluated by now
-    rhos = [0.5] if len(nodes) == 1 else _solve_moments(nodes, update)
-    m_b, *differences = _difference_weights(update, rhos, nodes)
-    m_a = -update.alpha * math.expm1(-update.h) - m_b - sum(differences)
-    return (update.ratio, m_b, m_a, *differences)
-
-
-def _difference_weights(
-    update: _Update, rhos: Sequence[float], nodes: Sequence[float]
-) -> list[float]:
-    """Return the weight of each node's m in -alpha * B * sum(rho_k * (m_k - m_a) / node_k)."""
-    factor = -update.alpha * update.b_h
-    return [factor * rho / node for rho, node in zip(rhos, nodes, strict=True)]
-
-
-def _solve_moments(nodes: tuple[float, ...], update: _Update) -> list[float]:
-    """Solve sum(rho_k * node_k^j) = moment_j, j = 0 ... len(nodes) - 1 (at most 3 unknowns).
-
-    Row reduction of a Vandermonde system, without pivots: nodes differ, so no pivot is 0.
-    """
-    size = len(nodes)
-    rows = [[*(node**j for node in nodes), moment] for j, moment in enumerate(update.moments(size))]
-    for column in range(size):
-        pivot = rows[column][column]
-        rows[column] = [value / pivot for value in rows[column]]
-        for other in range(size):
-            if other != column:
-                factor = rows[other][column]
-                rows[other] = [
-                    value - factor * above
-                    for value, above in zip(rows[other], rows[column], strict=True)
-                ]
-    return [row[-1] for row in rows]
-
-
-def phi(k: int, z: float) -> float:
-    """Return phi_k(z) = sum over n of z^n / (n + k)!, for k >= 1.
-
-    The same as phi_0 = exp, phi_k = (phi_{k-1} - 1/(k-1)!) / z, which cancels near z = 0.
-    """
-    if abs(z) < 1:
-        return math.fsum(z**n / math.factorial(n + k) for n in range(20))
-    value = math.expm1(z) / z
-    for j in range(2, k + 1):
-        value = (value - 1 / math.factorial(j - 1)) / z
-    return value
+        points = torch.tensor(nodes, dtype=torch.float64, device="cpu")
+        sums = torch.tensor(moments, dtype=torch.float64, device="cpu")
+        rhos: list[float] = torch.linalg.solve(torch.linalg.vander(points).T, sums).tolist()
+        return rhos

@@ -23,6 +23,7 @@ from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.planning.chart import WIDTH, draw_plan
 from comfy_wan_dist.planning.hardware import (
     DEVICES,
+    EFFICIENCY,
     Calibration,
     DevicePool,
     cpu_device,
@@ -355,7 +356,7 @@ def test_pool_of_this_machine_keeps_its_own_memory() -> None:
     pool = known_pool([("NVIDIA GeForce RTX 3090", 23 * GB), ("NVIDIA H100 80GB HBM3", 79 * GB)])
     weakest = pool.weakest
     assert weakest.memory == 23 * GB
-    assert weakest.half_flops == 71e12
+    assert weakest.half.rate == 71e12 * EFFICIENCY  # the RTX 3090's
     assert weakest.name == "RTX3090 + H100-SXM"
     with pytest.raises(ConfigError, match="no figures for 'Tesla T4'"):
         known_pool([("Tesla T4", 16 * GB)])
@@ -373,6 +374,13 @@ def test_text_shows_named_meshes_and_says_what_is_guessed() -> None:
     assert {"cfg2-ulysses4", "dp8", "single"} <= set(rows)
     assert "Seconds are no measurement" in text
     assert "measured here" in plan_text(make_plan(job(), device()))
+
+
+@pytest.mark.parametrize(("gigabytes", "is_marked"), [(80, False), (12, True)])
+def test_legend_explains_the_mark_where_a_row_has_it(gigabytes: int, is_marked: bool) -> None:
+    found = replace(DEVICES[0], memory=gigabytes * GB)
+    text = plan_text(make_plan(job(), DevicePool(devices=(found, found))))
+    assert (" ! " in text) == ("! does not fit." in text) == is_marked
 
 
 def test_values_are_plain_json() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.solvers.schedules import flow_timesteps, wan_official
+from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
 
 
 def official_points(steps: int, shift: float) -> tuple[list[float], list[int]]:
@@ -80,6 +80,5 @@ def test_wan_official_refuses_what_is_out_of_range(
         wan_official(steps, shift, denoise=denoise)
 
 
-def test_flow_timesteps_are_unrounded_and_leave_out_the_last_sigma() -> None:
-    assert flow_timesteps((1.0, 0.9959, 0.0)) == pytest.approx((1000.0, 995.9))
-    assert flow_timesteps((0.5,)) == ()
+def test_timesteps_of_given_sigmas_are_unrounded_and_leave_out_the_last_sigma() -> None:
+    assert given_sigmas((1.0, 0.9959, 0.0)).timesteps == pytest.approx((1000.0, 995.9))
