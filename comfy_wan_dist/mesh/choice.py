@@ -161,7 +161,8 @@ def choose_job_mesh(
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
-    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes. With
+    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes, which
+    are then cut anew with as much ulysses as heads allow. With
     `device_memory` (bytes of one device) meshes on which the job fits go first.
     """
     if not is_auto and (job.guided or plane.cfg == 1):

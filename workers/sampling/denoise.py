@@ -2,7 +2,7 @@
 
 Every rank keeps its token shard of x, of the model's outputs and of the solver's state in float32; per step only the
 ranks of cfg exchange their shards. The given frames of an image-to-video run are blended in before each forward and
-after each step. Guidance is combined on all ranks alike, so their solver states stay equal.
+into each clean prediction. Guidance is combined on all ranks alike, so their solver states stay equal.
 """
 
 from __future__ import annotations
