@@ -39,13 +39,17 @@ class TensorRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0."""
+    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0.
+
+    half: how the keys begin that this expert takes of a file for two (`model_file.lora.HALVES`).
+    """
 
     path: str
     file_bytes: int
     mtime_ns: int
     strength: float
     content: str = ""
+    half: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
