@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -776,6 +777,10 @@ def test_wan_models_of_another_kind_are_refused_by_name(
         ("vace_patch_embedding.weight", "a Wan VACE model"),
         ("img_emb.proj.0.bias", "a Wan2.1 image-to-video model"),
         ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
+        ("patch_embedding_mask.weight", "a SCAIL 2 model"),
+        ("patch_embedding_pose.weight", "a SCAIL model"),
+        ("patch_embedding_global.weight", "a WanDancer model"),
+        ("audio_proj.proj1.weight", "a MultiTalk or InfiniteTalk model"),
     ],
 )
 def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
@@ -783,6 +788,59 @@ def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
     assert (
         message == f"some.safetensors is {kind}, which is not supported; choose a {SUPPORTED} file"
     )
+
+
+def test_infinitetalk_alone_is_refused_by_name() -> None:
+    patch = {"blocks.0.audio_cross_attn.q_linear.weight": (4, 4), "audio_proj.proj1.weight": (4, 4)}
+    message = refusal(lambda: read_wan_file(model_file(patch)))
+    assert message.startswith("some.safetensors is a MultiTalk or InfiniteTalk model, which is not")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"model_type": "flow_rvs"}, "a Wan model of the type 'flow_rvs'"),
+        ({"model_type": "t2v", "causal_ar": True}, "a causal Wan model"),
+        ({"model_type": "next\nyear"}, r"a Wan model of the type 'next\nyear'"),
+    ],
+)
+def test_siblings_that_only_metadata_tells_are_refused_by_name(
+    settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.safetensors"
+    save_file(
+        transformer_weights(SHAPE, seed=1),
+        path,
+        metadata={"config": json.dumps({"transformer": settings})},
+    )
+    message = refusal(lambda: read_wan_file(read_model_file(str(path))))
+    assert (
+        message == f"some.safetensors is {kind}, which is not supported; choose a {SUPPORTED} file"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(json.dumps({"transformer": {"model_type": kind}}) for kind in ("t2v", "i2v", "ti2v")),
+        '{"transformer": {"causal_ar": false, "dim": 5120}}',
+        '{"transformer": []}',
+        '{"vae": {}}',
+        "[1]",
+        "lr: 1e-4",
+        "[" * 100_000,
+    ],
+)
+def test_other_metadata_does_not_matter(config: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    save_file(transformer_weights(SHAPE, seed=1), path, metadata={"config": config})
+    assert read_wan_file(read_model_file(str(path))).shape == SHAPE
+
+
+def test_metadata_does_not_make_a_file_wan() -> None:
+    config = json.dumps({"transformer": {"model_type": "flow_rvs"}})
+    file = replace(model_file({"something": (4, 4)}), metadata={"config": config})
+    assert "is not a Wan transformer" in refusal(lambda: read_wan_file(file))
 
 
 def vae_names() -> dict[str, tuple[int, ...]]:
