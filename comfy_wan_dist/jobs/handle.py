@@ -88,6 +88,7 @@ class ResolvedModel:
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the handle's order.
     low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged; of two experts the larger one's.
+    notes: on the files, for the report.
     """
 
     spec: ModelSpec
@@ -99,6 +100,7 @@ class ResolvedModel:
     machines: Machines | None = None
     loras: tuple[LoraFile, ...] = ()
     low_noise: ModelSpec | None = None
+    notes: tuple[str, ...] = ()
     handle: ModelHandle
 
     @property
@@ -166,6 +168,7 @@ def resolve_model(
         machines=machines,
         is_auto=is_auto,
         device_memory=device_memory,
+        notes=tuple(each.note for each in (file, low_file) if each and each.note),
     )
 
 

@@ -58,7 +58,7 @@ async def sample(sampling: Sampling, model: ResolvedModel) -> tuple[Tensor, str]
     async with open_session(planes) as session:
         work = build_pieces(session, sampling, model, planes[0].degrees)
         outcomes = await session.run(work.pieces)
-        reports = [f"LoRA {line}" for line in model.lora_lines]
+        reports = [*model.notes, *(f"LoRA {line}" for line in model.lora_lines)]
         if model.low_noise is not None:
             reports.append(sampling.experts.describe(model, len(sampling.schedule.timesteps)))
         reports += [

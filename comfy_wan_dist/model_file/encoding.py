@@ -112,13 +112,13 @@ def read_encodings(
                     f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
                 )
             scale = _scale_of(layer, entries, label)
-            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
-            if scale is None and must_have and len(entry.shape) == 2:
+            if scale is None and layer in formats and len(entry.shape) == 2:
                 raise ModelFileError(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
+            scalable = (*FP8, *FLOATS) if MARKER in entries else FP8
+            if scale is not None and (entry.dtype not in scalable or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
@@ -212,7 +212,7 @@ def _require_supported(name: str, entry: TensorEntry, label: str) -> None:
     if entry.dtype not in BLOCKS:
         return
     items, _ = BLOCKS[entry.dtype]
-    if len(entry.shape) != 2 or entry.shape[1] % items:
+    if len(entry.shape) == 2 and entry.shape[1] % items:
         raise ModelFileError(
             f"{label} stores {shown(name)} {list(entry.shape)} as {entry.dtype}, whose blocks of {items} values "
             f"suit only matrices with rows of whole blocks; {REMEDY}"

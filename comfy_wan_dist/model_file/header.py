@@ -57,9 +57,10 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     file_bytes = 0
     mtime_ns = 0
     metadata: dict[str, str] = {}
+    gguf_keys: dict[str, Any] = {}
     for file in files:
         if file.suffix == GGUF_SUFFIX:
-            size, modified, tensors = read_gguf_header(file)
+            size, modified, tensors = read_gguf_header(file, gguf_keys, parts=len(files))
         else:
             size, modified, tensors, texts = _read_header(file)
             metadata.update(texts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import FLOATS
+from ..mesh.dtypes import FLOATS, FP8
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
 from .encoding import StoredTensor, TensorEntry, layer_formats, packed_weights, read_encodings
@@ -44,11 +44,12 @@ MODEL_TYPES = ("t2v", "i2v", "ti2v")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanFile:
-    """A recognised transformer: its sizes, and how each official parameter is stored."""
+    """A recognised transformer: its sizes, and how each official parameter is stored. note: for the report, or ''."""
 
     shape: WanShape
     entries: Mapping[str, StoredTensor]
     file: ModelFile
+    note: str = ""
 
     @property
     def dtype(self) -> str:
@@ -80,7 +81,10 @@ def read_wan_file(file: ModelFile) -> WanFile:
     stored = read_encodings(entries, layers=layers, label=label)
     _require_parameters(stored, shape, label)
     packed = tuple(packed_weights(stored))
-    return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
+    bare = [name for name, packing in packed if packing.encoding in FP8 and not packing.is_scaled]
+    is_partial = bare and any(packing.is_scaled for _, packing in packed)
+    note = f"{label} has no scale for {listed(bare)}; 1 is taken" if is_partial else ""
+    return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file, note=note)
 
 
 def validate_experts(high: WanFile, low: WanFile) -> None:

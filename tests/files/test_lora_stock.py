@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_child import REPO, run_beside_comfyui
+from lora_headers import REFUSED
 from lora_programs import merged_weights
 from safetensors.torch import load_file, save_file
-from test_lora_file import REFUSED
 from torch import Tensor
 
 from comfy_wan_dist.jobs.handle import BOTH, LOW_NOISE, ModelHandle, resolve_model

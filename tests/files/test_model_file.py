@@ -35,6 +35,7 @@ from comfy_wan_dist.model_file.header import (
 from comfy_wan_dist.model_file.names import PREFIXES
 from comfy_wan_dist.model_file.wan import SUPPORTED, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
+from devtools.references import build_diffusers_transformer
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 
@@ -581,6 +582,27 @@ def test_folder_of_one_file_is_that_file(tmp_path: Path) -> None:
     assert read_model_file(str(tmp_path)).path == str(tmp_path / "any.safetensors")
     save_file({"y": torch.zeros(1)}, tmp_path / COMPONENT_FILE)
     assert names_of(tmp_path) == {"y"}  # what diffusers would take
+
+
+@pytest.mark.parametrize("max_shard_size", ["10GB", "200KB"])
+def test_variant_of_diffusers_is_the_model_where_there_is_no_other(
+    max_shard_size: str, tmp_path: Path
+) -> None:
+    transformer = build_diffusers_transformer(SHAPE, transformer_weights(SHAPE, seed=1))
+    transformer.half().save_pretrained(tmp_path, variant="fp16", max_shard_size=max_shard_size)
+    found = sorted(tmp_path.glob("*.fp16*.safetensors"))
+    assert (len(found) > 1) == (max_shard_size == "200KB")
+    folder = read_model_file(str(tmp_path))
+    assert read_wan_file(folder).shape == SHAPE
+    assert read_model_file(str(found[-1])) == folder
+    assert read_model_file(folder.path) == folder
+    plain = tmp_path / "plain"
+    transformer.float().save_pretrained(plain, max_shard_size=max_shard_size)
+    for path in plain.iterdir():
+        path.rename(tmp_path / path.name)
+    plain.rmdir()
+    assert {each.dtype for each in read_model_file(str(tmp_path)).entries.values()} == {"F32"}
+    assert read_model_file(str(found[-1])) == folder
 
 
 def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:

@@ -48,11 +48,14 @@ from devtools.mesh_runs import (
     single_groups,
 )
 from devtools.quantised import (
+    ODD_WEIGHTS,
     RANDOM,
     WRITABLE,
     ScaledForm,
     write_fp8,
     write_gguf,
+    write_modelopt,
+    write_odd_scaled_fp8,
     write_scaled_fp8,
 )
 from devtools.rank_pool import RankPool
@@ -132,6 +135,20 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         lambda path: write_gguf(path, weights, mixed, is_reshaped=False),
         matrices - len(range(3, matrices, 5)),
     )
+    for kind in ("Q8_0", "Q4_0"):
+        add(
+            f"all-{kind}",
+            ".gguf",
+            partial(write_gguf, weights=weights, types=(kind,), only_matrices=False),
+            matrices,
+        )
+    add(
+        "modelopt",
+        "-00001-of-00002.safetensors",
+        partial(write_modelopt, weights=weights),
+        matrices,
+    )
+    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 1)
     return forms
 
 
@@ -180,8 +197,14 @@ def test_every_form_loads_to_the_slices_of_its_values(
             read = sum(shards[index].read for shards in answers)
             tensors = file.entries.values()
             weights = sum(tensor.entry.size for tensor in tensors)
-            scales = 4 * sum(tensor.scale is not None for tensor in tensors)
-            assert weights + scales <= read <= weights + scales * degrees.tp, name
+            scales = sum(tensor.scale.size for tensor in tensors if tensor.scale is not None)
+            # What is unpacked on its way by each tp rank, too.
+            scales += sum(
+                tensor.entry.size
+                for tensor in tensors
+                if tensor.entry.dtype in BLOCKS and not tensor.is_packed
+            )
+            assert weights <= read <= weights + scales * degrees.tp, name
         if degrees.world_size == 1:
             packed = sum(tensor.entry.size for tensor in tensors if tensor.is_packed)
             plain = sum(4 * np.prod(each.shape) for each in tensors if not each.is_packed)
@@ -447,14 +470,9 @@ def text(value: object) -> Tensor:
     ("form", "change", "words"),
     [
         (
-            ScaledForm.OLD,
-            remove(f"{LAYER}.scale_weight"),
-            f"the scaled weight '{LAYER}.weight' has no scale beside it (scale_weight or weight_scale)",
-        ),
-        (
             ScaledForm.NEW,
             remove(f"{LAYER}.weight_scale"),
-            f"the scaled weight '{LAYER}.weight' has no scale beside it",
+            f"the scaled weight '{LAYER}.weight' has no scale beside it (scale_weight or weight_scale)",
         ),
         (
             ScaledForm.OLD,
@@ -473,8 +491,8 @@ def text(value: object) -> Tensor:
         ),
         (
             ScaledForm.OLD,
-            put(f"{LAYER}.weight", torch.ones(64, 128)),
-            f"'{LAYER}.weight' is F32 [64, 128] and has a scale, which only matrices in fp8 may have",
+            put("blocks.0.norm3.scale_weight", torch.tensor(1.0)),
+            "'blocks.0.norm3.weight' is BF16 [128] and has a scale, which only matrices in fp8 may have",
         ),
         (
             ScaledForm.NEW,
@@ -529,7 +547,7 @@ def test_quantisation_metadata_that_cannot_be_read_is_refused(
 
 
 STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
-STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA")
+STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA", "scaled-odd")
 
 
 def write_stock_forms(folder: Path) -> None:
@@ -543,6 +561,7 @@ def write_stock_forms(folder: Path) -> None:
         write_fp8(folder / f"plain-{name}.safetensors", weights, dtype, only_matrices=False)
     for form in (ScaledForm.OLD, ScaledForm.METADATA):
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
+    write_odd_scaled_fp8(folder / "scaled-odd.safetensors", weights)
 
 
 def write_comfyui_results(folder: Path) -> None:
@@ -571,6 +590,16 @@ def write_comfyui_results(folder: Path) -> None:
             )
         results[f"{name}/velocity"] = uncond + 5.0 * (cond - uncond)
     save_file(results, folder / "results.safetensors")
+
+
+def test_weight_without_scale_is_named(forms: Mapping[str, Form]) -> None:
+    for name, form in forms.items():
+        handle = ModelHandle(
+            path=str(form.path), dtype="auto", mesh="single", devices="cpu:1", compile=False
+        )
+        notes = resolve_model(handle, visible_cuda=0).notes
+        said = (f"odd.safetensors has no scale for '{ODD_WEIGHTS[0]}'; 1 is taken",)
+        assert notes == (said if name == "odd" else ())
 
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:

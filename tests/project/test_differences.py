@@ -21,5 +21,6 @@ def test_every_difference_names_its_tests() -> None:
         for file, function, cases in named:
             text = (REPO / file).read_text()
             assert f"def {function}(" in text, row
+            text += "".join(path.read_text() for path in (REPO / "tests" / "kits").glob("*.py"))
             for case in filter(None, cases.split(", ")):
                 assert f'"{case}"' in text, case

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS, Packing
+from comfy_wan_dist.mesh.dtypes import BLOCKS, FLOATS, PACKINGS, Packing
 from comfy_wan_dist.mesh.parameters import Slice, parameter_slice
 from comfy_wan_dist.model_file.encoding import StoredTensor, TensorEntry
 from comfy_wan_dist.model_file.wan import WanFile
@@ -78,6 +78,9 @@ class ParameterPart:
     def load(self, reader: SharedReader) -> None:
         """Fill the rank's memory with what the file has."""
         packed, holders = self.packed, self.holders(reader.groups)
+        if packed is None and (self.stored.scale or self.stored.entry.dtype in BLOCKS):
+            self.write(self.read(reader, self.rows, self.own_columns), self.rows, self.own_columns)
+            return
         rows = Slice(dim=0, start=self.rows.start, stop=self.rows.stop)
         if packed is None:
             reader.read_into(
@@ -108,6 +111,13 @@ class ParameterPart:
         packing: Packing = PACKINGS[entry.dtype]
         blocks = packing.covering(columns.start, columns.stop)
         of_rows = Slice(dim=0, start=rows.start, stop=rows.stop)
+        if (
+            entry.dtype in BLOCKS and not self.stored.is_packed
+        ):  # a small one, whose rows may be no whole blocks
+            data = torch.zeros(1, entry.size, dtype=torch.uint8, device=device)
+            reader.read_into(data, replace(entry, dtype="U8", shape=(entry.size,)), holders=holders)
+            values = unpack_blocks(data, entry.dtype).view(entry.shape[0], -1)
+            return values[rows.start : rows.stop, columns.start : columns.stop].contiguous()
         if entry.dtype in BLOCKS:
             size = packing.size
             data = torch.zeros(len(rows), len(blocks) * size, dtype=torch.uint8, device=device)
@@ -129,6 +139,8 @@ class ParameterPart:
             peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
         )
         if self.stored.scale is not None:
+            if entry.dtype in FLOATS:  # ComfyUI makes it fp8 first
+                values = values.to(torch.float8_e4m3fn).float()
             values.mul_(self._scale(reader, self.stored.scale))
         return values
 
