@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 

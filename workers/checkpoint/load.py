@@ -111,9 +111,8 @@ class ParameterPart:
         packing: Packing = PACKINGS[entry.dtype]
         blocks = packing.covering(columns.start, columns.stop)
         of_rows = Slice(dim=0, start=rows.start, stop=rows.stop)
-        if (
-            entry.dtype in BLOCKS and not self.stored.is_packed
-        ):  # a small one, whose rows may be no whole blocks
+        if entry.dtype in BLOCKS and not self.stored.is_packed:
+            # Small, and its rows may be no whole blocks.
             data = torch.zeros(1, entry.size, dtype=torch.uint8, device=device)
             reader.read_into(data, replace(entry, dtype="U8", shape=(entry.size,)), holders=holders)
             values = unpack_blocks(data, entry.dtype).view(entry.shape[0], -1)
