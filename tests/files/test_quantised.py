@@ -220,7 +220,7 @@ def alone(forms: Mapping[str, Form]) -> dict[str, programs.Sampled]:
     inputs = CASE.inputs(SHAPE)
     return {
         form: programs.sample_pair(0, "single", forms[form].pair, inputs, SCHEDULE)
-        for form in ("scaled-OLD", "mixed")
+        for form in ("scaled-OLD", "mixed", "odd", "all-Q8_0")
     }
 
 
@@ -233,6 +233,8 @@ def alone(forms: Mapping[str, Form]) -> dict[str, programs.Sampled]:
         ("scaled-OLD", "tp2-sp"),
         ("scaled-OLD", "ulysses2-fsdp"),
         ("mixed", "ulysses2-fsdp"),
+        ("odd", "cfg2-tp2-fsdp"),
+        ("all-Q8_0", "ulysses2-fsdp"),
     ],
 )
 def test_sampling_is_that_of_one_process_and_of_the_plain_values(

@@ -79,7 +79,9 @@ class ParameterPart:
         """Fill the rank's memory with what the file has."""
         packed, holders = self.packed, self.holders(reader.groups)
         if packed is None and (self.stored.scale or self.stored.entry.dtype in BLOCKS):
-            self.write(self.read(reader, self.rows, self.own_columns), self.rows, self.own_columns)
+            if self.target.numel():
+                values = self.read(reader, self.rows, self.own_columns)
+                self.write(values, self.rows, self.own_columns)
             return
         rows = Slice(dim=0, start=self.rows.start, stop=self.rows.stop)
         if packed is None:
