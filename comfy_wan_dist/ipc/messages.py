@@ -39,10 +39,7 @@ class TensorRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0.
-
-    half: how the keys begin that this expert takes of a file for two (`model_file.lora.HALVES`).
-    """
+    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0. half: as `read_lora` has it."""
 
     path: str
     file_bytes: int

@@ -4,7 +4,8 @@ Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
 
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
-of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype.
+of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype. In the
+older form a scale may be missing, and is 1 then, or belong to a wide weight, which ComfyUI rounds to fp8.
 Not covered: values are not read here, so that a scale is checked when it is loaded.
 Source: ComfyUI's QUANTIZATION.md and loader (0.3.75); ggml's block layouts.
 """

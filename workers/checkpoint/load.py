@@ -1,6 +1,7 @@
 """Stream a rank's own part of the weights out of a file: of each parameter its rows and columns, as the file has them.
 
-Peak memory is the rank's own shard and one read buffer.
+Peak memory is the rank's own shard and one read buffer, and where values are unpacked on their way its part of one
+parameter in float32.
 """
 
 from __future__ import annotations
