@@ -14,8 +14,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from .references import TRANSFORMER_NAMES, renamed
 
 WRITABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 """GGUF types that the package can quantise to."""
@@ -85,6 +87,56 @@ def write_scaled_fp8(
     return values
 
 
+ODD_WEIGHTS = ("blocks.0.self_attn.o.weight", "blocks.0.ffn.0.weight")
+
+
+def write_odd_scaled_fp8(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An older scaled file in which one weight has no scale, and one that is bfloat16 has one.
+
+    ComfyUI takes the missing one for 1, and rounds the wide weight to fp8 before it is scaled.
+    """
+    bare, wide = ODD_WEIGHTS
+    values = write_scaled_fp8(path, weights, ScaledForm.OLD)
+    stored = load_file(path)
+    del stored[bare.replace("weight", "scale_weight")]
+    values[bare] = stored[bare].float()
+    scale = stored[wide.replace("weight", "scale_weight")]
+    stored[wide] = (weights[wide] / scale).bfloat16()
+    values[wide] = stored[wide].to(torch.float8_e4m3fn).float() * scale
+    save_file(stored, path)
+    return values
+
+
+def write_modelopt(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Two shards in diffusers' names, matrices in fp8 with scales [1] that lie in the other shard.
+
+    path: of the first shard.
+    """
+    shards: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    values = {}
+    for index, (name, value) in enumerate(weights.items()):
+        path_there, dot, leaf = renamed(name, TRANSFORMER_NAMES).rpartition(".")
+        here, there = shards[index % 2], shards[1 - index % 2]
+        if value.dim() != 2:
+            here[f"{path_there}{dot}{leaf}"] = value.bfloat16()
+            values[name] = value.bfloat16().float()
+            continue
+        dtype = (torch.float32, torch.bfloat16)[index % 4 // 2]
+        scale = (value.abs().max() / 448).to(dtype).view(1)
+        here[f"{path_there}.weight"] = (value / scale.float()).to(torch.float8_e4m3fn)
+        there[f"{path_there}.weight_scale"] = scale
+        there[f"{path_there}.input_scale"] = torch.ones(1, dtype=dtype)
+        values[name] = here[f"{path_there}.weight"].float() * scale.float()
+    stem = path.name.removesuffix("-00001-of-00002.safetensors")
+    names = [f"{stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, path.with_name(name))
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    index_path = path.with_name(f"{stem}.safetensors.index.json")
+    index_path.write_text(json.dumps({"weight_map": weight_map}))
+    return values
+
+
 def write_gguf(
     path: Path,
     weights: Mapping[str, Tensor],
@@ -92,12 +144,15 @@ def write_gguf(
     *,
     architecture: str = "wan",
     is_reshaped: bool = True,
+    only_matrices: bool = True,
+    tensors_a_part: int = 0,
 ) -> dict[str, Tensor]:
     """Matrices in the given types in turn, what is not a matrix in float32, or float16 where it has 5 dims.
 
-    is_reshaped: what has 5 dims lies there as a matrix, with its shape beside it.
+    is_reshaped: what has 5 dims lies there as a matrix, with its shape beside it. only_matrices: else the types are for
+    all tensors whose rows have whole blocks. tensors_a_part: if not 0, there are files of so many each.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_part)
     writer.add_string("general.name", "test")
     writer.add_array("test.words", ["one", "two", "three"])
     writer.add_array("test.numbers", list(range(50)))
@@ -105,7 +160,16 @@ def write_gguf(
     turn = 0
     for name, value in weights.items():
         array = value.float().numpy()
-        if array.ndim == 2:
+        if not only_matrices and array.size % 32 == 0 and not (array.ndim == 5 and not is_reshaped):
+            if array.ndim == 5:
+                writer.add_array(f"comfy.gguf.orig_shape.{name}", list(array.shape))
+                array = array.reshape(array.shape[0], -1)
+            kind = gguf.GGMLQuantizationType[types[turn % len(types)]]
+            turn += 1
+            blocks = gguf.quants.quantize(array, kind)
+            values[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+        elif array.ndim == 2:
             kind = gguf.GGMLQuantizationType[types[turn % len(types)]]
             turn += 1
             blocks = _quantised(array, kind, seed=turn)

@@ -125,7 +125,7 @@ class VAEWork:
 def advance(phase: str, chunks: Iterator[int], total: int, job: Job) -> None:
     """Work through `chunks`, on all ranks side by side, until they have done `total` frames.
 
-    Collectives: one vote before each chunk, and those of the chunk.
+    Collectives: one vote before each chunk, those of the chunk, and a vote on what `chunks` says of the result.
     """
     done = reported = 0
     while done < total:
@@ -135,4 +135,5 @@ def advance(phase: str, chunks: Iterator[int], total: int, job: Job) -> None:
         stop_if_asked(job)
         with memory_errors():
             done = next(chunks)
+    together(job, lambda: next(chunks, None))
     job.report(phase, total, total)

@@ -8,7 +8,7 @@ from pathlib import Path
 import folder_paths
 
 from ..ipc.errors import ConfigError, ModelFileError
-from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES
+from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES, is_later_part
 from ..model_file.offered import folder_named, listed_names
 
 FILE_FOLDER_LABELS = ("input", "output")
@@ -22,16 +22,22 @@ def list_models(folder: str) -> list[str]:
     if folder == "diffusion_models":
         files += [name for name in gguf_files(folder) if name not in files]
     return listed_names(
-        files,
+        [name for name in files if name.endswith((*SUFFIXES, GGUF_SUFFIX))],
         folder_paths.get_folder_paths(folder),
-        folder_paths.get_folder_paths("diffusers"),
+        pipeline_roots(folder),
         component=COMPONENTS[folder],
     )
 
 
+def pipeline_roots(folder: str) -> list[str]:
+    """Where folders of diffusers may lie whose part is one of those models; a VAE's beside transformers, too."""
+    folders = ("diffusers", "diffusion_models") if folder == "vae" else ("diffusers",)
+    return [root for each in folders for root in folder_paths.get_folder_paths(each)]
+
+
 def list_loras() -> list[str]:
     """Names of the files in the folders of LoRAs."""
-    return list(folder_paths.get_filename_list("loras"))
+    return [name for name in folder_paths.get_filename_list("loras") if name.endswith(SUFFIXES)]
 
 
 def lora_path(name: str) -> str:
@@ -45,13 +51,13 @@ def gguf_files(folder: str) -> list[str]:
     """Names of the GGUF files in a model folder, which ComfyUI's own lists leave out."""
     roots = folder_paths.get_folder_paths(folder)
     files = {file for root in roots for file in folder_paths.recursive_search(root, [".git"])[0]}
-    return sorted(file for file in files if file.endswith(GGUF_SUFFIX))
+    return sorted(file for file in files if file.endswith(GGUF_SUFFIX) and not is_later_part(file))
 
 
 def model_path(folder: str, name: str) -> str:
     """Full path of a model, a file or a folder. Raises ConfigError when it is gone."""
     path = folder_named(
-        name, folder_paths.get_folder_paths(folder), folder_paths.get_folder_paths("diffusers")
+        name, folder_paths.get_folder_paths(folder), pipeline_roots(folder)
     ) or folder_paths.get_full_path(folder, name)
     return _existing(path, folder, name)
 

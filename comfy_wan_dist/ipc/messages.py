@@ -39,13 +39,14 @@ class TensorRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSpec:
-    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0."""
+    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0. half: as `read_lora` has it."""
 
     path: str
     file_bytes: int
     mtime_ns: int
     strength: float
     content: str = ""
+    half: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

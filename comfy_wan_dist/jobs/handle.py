@@ -23,7 +23,7 @@ from ..mesh.memory import weight_bytes
 from ..mesh.shape import WanShape
 from ..mesh.validate import validate_devices, validate_model
 from ..model_file.header import ModelFile, content_of, read_model_file
-from ..model_file.lora import LoraFile, changed_shape, read_lora
+from ..model_file.lora import HALVES, LoraFile, changed_shape, read_lora
 from ..model_file.vae import read_vae_file
 from ..model_file.wan import read_wan_file, validate_experts
 
@@ -89,6 +89,7 @@ class ResolvedModel:
     devices: of this machine, one for each of its ranks. machines: None for this one alone.
     device_memory: bytes of the smallest device, if that is known. loras: what they change, in the handle's order.
     low_noise: the second expert, if there is one. shape: as it is held, LoRAs merged; of two experts the larger one's.
+    notes: on the files, for the report.
     """
 
     spec: ModelSpec
@@ -100,6 +101,7 @@ class ResolvedModel:
     machines: Machines | None = None
     loras: tuple[LoraFile, ...] = ()
     low_noise: ModelSpec | None = None
+    notes: tuple[str, ...] = ()
     handle: ModelHandle
 
     @property
@@ -129,7 +131,10 @@ def resolve_model(
         validate_devices(degrees, devices, machines=handle.machines)
     file = read_wan_file(read_model_file(handle.path))
     lora_files = [read_model_file(lora.path) for lora in handle.loras]
-    loras = tuple(read_lora(each, file.shape) for each in lora_files)
+    loras = tuple(
+        _read_lora(each, file.shape, _halves(handle, lora.expert))
+        for lora, each in zip(handle.loras, lora_files, strict=True)
+    )
     changed = {name for lora in loras for name in lora.patches}
     shape = changed_shape(file.shape, changed)
     dtype = resolve_dtype(handle.dtype, devices=devices, code=file.dtype)
@@ -164,6 +169,24 @@ def resolve_model(
         machines=machines,
         is_auto=is_auto,
         device_memory=device_memory,
+        notes=tuple(each.note for each in (file, low_file) if each and each.note),
+    )
+
+
+def _halves(handle: ModelHandle, expert: str) -> tuple[str, ...]:
+    """Which halves of a LoRA file for two experts are merged into this one or both."""
+    if not handle.low_noise_path:
+        return ("",)
+    return HALVES if expert == BOTH else (HALVES[expert == LOW_NOISE],)
+
+
+def _read_lora(file: ModelFile, shape: WanShape, halves: Sequence[str]) -> LoraFile:
+    """What the file changes in any of the experts that take these halves of it."""
+    read = [read_lora(file, shape, half=half) for half in halves]
+    return replace(
+        read[0],
+        patches={name: patch for each in read for name, patch in each.patches.items()},
+        unknown=tuple(dict.fromkeys(key for each in read for key in each.unknown)),
     )
 
 
@@ -191,7 +214,12 @@ def _build_spec(
         compile=handle.compile,
         content=content(file),
         loras=tuple(
-            LoraSpec(**_identity(each), strength=lora.strength, content=content(each))
+            LoraSpec(
+                **_identity(each),
+                strength=lora.strength,
+                content=content(each),
+                half=_halves(handle, expert)[0],
+            )
             for lora, each in zip(handle.loras, lora_files, strict=True)
             if lora.expert in (BOTH, expert)
         ),

@@ -46,7 +46,7 @@ async def sample(sampling: Sampling, model: ResolvedModel) -> tuple[Tensor, str]
         requests = build_requests(session, sampling, model, planes[0].degrees, result)
         pieces = [build_piece(request, model, planes[0].degrees) for request in requests]
         outcomes = await session.run([piece for piece, _ in pieces])
-        reports = [f"LoRA {line}" for line in model.lora_lines]
+        reports = [*model.notes, *(f"LoRA {line}" for line in model.lora_lines)]
         if model.low_noise is not None:
             reports.append(sampling.experts.describe(model, len(sampling.schedule.timesteps)))
         reports += [

@@ -4,7 +4,8 @@ Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
 
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
-of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype.
+of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype. In the
+older form a scale may be missing, and is 1 then, or belong to a wide weight, which ComfyUI rounds to fp8.
 Not covered: values are not read here, so that a scale is checked when it is loaded.
 Source: ComfyUI's QUANTIZATION.md and loader (0.3.75); ggml's block layouts.
 """
@@ -106,13 +107,13 @@ def read_encodings(
                     f"{label} stores {shown(name)} as {shown(named)} in {entry.dtype}, which is not supported; {REMEDY}"
                 )
             scale = _scale_of(layer, entries, label)
-            must_have = layer in formats or (MARKER in entries and entry.dtype in FP8)
-            if scale is None and must_have and len(entry.shape) == 2:
+            if scale is None and layer in formats and len(entry.shape) == 2:
                 raise ModelFileError(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            if scale is not None and (entry.dtype not in FP8 or len(entry.shape) != 2):
+            scalable = (*FP8, *FLOATS) if MARKER in entries else FP8
+            if scale is not None and (entry.dtype not in scalable or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
@@ -206,7 +207,7 @@ def _require_supported(name: str, entry: TensorEntry, label: str) -> None:
     if entry.dtype not in BLOCKS:
         return
     items, _ = BLOCKS[entry.dtype]
-    if len(entry.shape) != 2 or entry.shape[1] % items:
+    if len(entry.shape) == 2 and entry.shape[1] % items:
         raise ModelFileError(
             f"{label} stores {shown(name)} {list(entry.shape)} as {entry.dtype}, whose blocks of {items} values "
             f"suit only matrices with rows of whole blocks; {REMEDY}"

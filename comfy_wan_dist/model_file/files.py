@@ -1,7 +1,7 @@
-"""Which files hold the model that a path means: one file, all shards of an index, or those of a folder.
+"""Which files hold the model that a path means: one file, all its parts, all shards of an index, or those of a folder.
 
 A folder is an official one, a component of diffusers, or a whole pipeline of diffusers, of which one component is
-meant. Only .safetensors files are, and single .gguf files; pickles are never opened.
+meant. Only .safetensors and .gguf files are; pickles are never opened.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ GGUF_SUFFIX = ".gguf"
 PICKLE_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin", ".pkl")
 SHARD_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.safetensors")
 INDEX_SUFFIX = ".safetensors.index.json"
+VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.[^.]+\.json")
+"""Of a variant of diffusers, such as fp16."""
+GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 PIPELINE_NAME = "model_index.json"
 MAX_INDEX_BYTES = 2**24
 COMPONENT_FILE = "diffusion_pytorch_model.safetensors"
@@ -36,13 +39,14 @@ def files_of(path: Path, *, component: str) -> tuple[Path, list[Path]]:
     """
     if is_folder(path):
         path = _model_in(path, component)
-    if path.name.endswith(INDEX_SUFFIX):
+    if path.name.endswith(INDEX_SUFFIX) or VARIANT_INDEX.fullmatch(path.name):
         shards = _shards_of(path)
         leads_to = index_of(shards[0])
         is_alone = leads_to is None and len(shards) == 1
         return shards[0] if is_alone or leads_to == path else path, shards
     if path.suffix == GGUF_SUFFIX:
-        return path, [path]
+        parts = _parts_of(path)
+        return parts[0], parts
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")
     index = index_of(path)
@@ -73,7 +77,33 @@ def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
 def index_of(path: Path) -> Path | None:
     """Where the index of a shard lies, or None for a file that is no shard by its name."""
     match = SHARD_NAME.fullmatch(path.name)
-    return None if match is None else path.with_name(match["stem"] + INDEX_SUFFIX)
+    if match is None:
+        return None
+    stem, _, variant = match["stem"].rpartition(".")
+    of_variant = path.with_name(f"{stem}.safetensors.index.{variant}.json")
+    return (
+        of_variant if os.path.isfile(of_variant) else path.with_name(match["stem"] + INDEX_SUFFIX)
+    )
+
+
+def is_later_part(name: str) -> bool:
+    """Whether a file of this name is a part of a GGUF model, and not its first."""
+    match = GGUF_PART.fullmatch(name)
+    return match is not None and int(match["number"]) > 1
+
+
+def _parts_of(path: Path) -> list[Path]:
+    """All parts of a GGUF model, as llama-gguf-split names them."""
+    match = GGUF_PART.fullmatch(path.name)
+    if match is None or not 0 < int(match["number"]) <= int(match["count"]):
+        return [path]
+    count = int(match["count"])
+    names = [f"{match['stem']}-{n + 1:05}-of-{count:05}.gguf" for n in range(count)]
+    if missing := [name for name in names if not os.path.isfile(path.with_name(name))]:
+        raise ModelFileError(
+            f"{path.name} is one part of {count}, but {missing[0]} is not there; put all parts in one folder"
+        )
+    return [path.with_name(name) for name in names]
 
 
 def _model_in(folder: Path, component: str) -> Path:
@@ -89,11 +119,14 @@ def _model_in(folder: Path, component: str) -> Path:
     except OSError as error:
         raise ModelFileError(f"{folder.name} cannot be read: {error.strerror or error}") from error
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    variants = [name for name in names if VARIANT_INDEX.fullmatch(name)]
     whole = [name for name in names if name.endswith(SUFFIXES)]
     if indices:
         found = indices
     elif COMPONENT_FILE in whole:
         found = [COMPONENT_FILE]
+    elif variants:
+        found = variants
     elif len({index_of(folder / name) for name in whole} - {None}) == 1:
         found = whole[:1]  # its missing index will be named
     else:

@@ -3,7 +3,7 @@
 Counts, lengths and places are checked before anything is done with them: at most MAX_TENSORS tensors and MAX_VALUES
 keys and texts are looked at, and a text is read only if it is short. The `gguf` package's own reader believes them: a
 forged count keeps it busy for as long as the count says.
-Not covered: big-endian files, version 1, and models in several parts.
+Not covered: big-endian files, and version 1.
 Source: ggml's GGUF specification, and ComfyUI-GGUF for a tensor's shape before it was flattened.
 """
 
@@ -24,7 +24,6 @@ from .names import shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ARCHITECTURE = "wan"
 MAX_TENSORS = 2**16
 MAX_VALUES = 2**20
 MAX_TEXT_BYTES = 2**10
@@ -49,14 +48,17 @@ SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 """Kind of a value -> its code in struct."""
 TEXT, ARRAY = 8, 9
 
-WANTED = ("general.architecture", "general.alignment", "split.count")
+WANTED = ("general.alignment", "split.count")
 SHAPE_PREFIX = "comfy.gguf.orig_shape."
 
 
-def read_gguf_header(path: Path) -> dict[str, TensorEntry]:
-    """Tensors with their shapes in values, rows first. Raises ModelFileError, and OSError."""
+def read_gguf_header(path: Path, found: dict[str, Any], *, parts: int) -> dict[str, TensorEntry]:
+    """Tensors with their shapes in values, rows first. Raises ModelFileError, and OSError.
+
+    found: keys of the parts before this one, of so many, with their values; this one's are added.
+    """
     with path.open("rb") as file:
-        return _Header(file, path, os.fstat(file.fileno()).st_size).read()
+        return _Header(file, path, os.fstat(file.fileno()).st_size, found, parts).read()
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class _Header:
     file: BinaryIO
     path: Path
     file_bytes: int
+    found: dict[str, Any]
+    parts: int
     values: int = 0
 
     def read(self) -> dict[str, TensorEntry]:
@@ -82,7 +86,12 @@ class _Header:
         found = {
             key: value for key, value in (self._key() for _ in range(keys)) if value is not None
         }
-        self._require_wan(found)
+        self.found.update(found)
+        if (count := found.get("split.count", 1)) not in (0, 1, self.parts):
+            raise ModelFileError(
+                f"{self.path.name} is one part of {shown(count)} that has lost its name; name all as llama-gguf-split "
+                "does, or merge them"
+            )
         described = [self._tensor() for _ in range(tensors)]
         alignment = found.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
@@ -93,21 +102,9 @@ class _Header:
             if name in entries:
                 raise self._damaged(f"has the tensor {shown(name)} twice")
             placed = replace(entry, start=data_start + entry.start, stop=data_start + entry.stop)
-            entries[name] = self._reshaped(name, placed, found)
+            entries[name] = self._reshaped(name, placed)
         self._require_inside(entries)
         return entries
-
-    def _require_wan(self, found: Mapping[str, Any]) -> None:
-        architecture = found.get("general.architecture")
-        if architecture != ARCHITECTURE:
-            raise ModelFileError(
-                f"{self.path.name} holds a model of the architecture {shown(architecture)}, not "
-                f"{ARCHITECTURE!r}; choose a GGUF file of Wan2.2 or Wan2.1"
-            )
-        if found.get("split.count", 0) not in (0, 1):
-            raise ModelFileError(
-                f"{self.path.name} is one part of {found['split.count']}; merge them to one file with llama-gguf-split"
-            )
 
     def _key(self) -> tuple[str, Any]:
         """A key and its value, which is None unless it is wanted."""
@@ -160,8 +157,8 @@ class _Header:
             dtype=dtype, shape=shape, path=str(self.path), start=start, stop=start + size
         )
 
-    def _reshaped(self, name: str, entry: TensorEntry, found: Mapping[str, Any]) -> TensorEntry:
-        shape = found.get(SHAPE_PREFIX + name)
+    def _reshaped(self, name: str, entry: TensorEntry) -> TensorEntry:
+        shape = self.found.get(SHAPE_PREFIX + name)
         if shape is None:
             return entry
         is_shape = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)

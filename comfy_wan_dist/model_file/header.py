@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -58,11 +59,15 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     file_bytes = 0
     mtime_ns = 0
     metadata: dict[str, str] = {}
+    gguf_keys: dict[str, Any] = {}
     for file in files:
         try:
             status = file.stat()
-            is_gguf = file.suffix == GGUF_SUFFIX
-            tensors, texts = (read_gguf_header(file), {}) if is_gguf else _read_header(file)
+            if file.suffix == GGUF_SUFFIX:
+                tensors = read_gguf_header(file, gguf_keys, parts=len(files))
+            else:
+                tensors, texts = _read_header(file)
+                metadata.update(texts)
         except OSError as error:
             raise ModelFileError(
                 f"{file.name} cannot be read: {error.strerror or error}"
@@ -72,7 +77,6 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
                 f"{file.name} repeats the tensor {shown(min(twice))} of another shard; download it again"
             )
         entries.update(tensors)
-        metadata.update(texts)
         file_bytes += status.st_size
         mtime_ns += status.st_mtime_ns
     return ModelFile(

@@ -2,7 +2,7 @@
 
 Covers low-rank pairs (LoRA), Hadamard and Kronecker products (LoHa, LoKr), their scaling by DoRA, differences and
 whole values. No matrix is read; only the scalars named alpha are. What is known and not made is refused by name, what
-is not known is listed.
+is not known or has another size than in this model is listed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, prod
 from pathlib import Path
 
+import torch
+
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import PACKINGS, WIDE_FLOATS
+from ..mesh.dtypes import BY_CODE, FP8, PACKINGS, WIDE_FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import WanShape
 from .encoding import TensorEntry
@@ -26,17 +27,19 @@ from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
 from .names import listed, shown
 
-FIRST_EXPERT, SECOND_EXPERT = "transformer.", "transformer_2."
+FIRST_EXPERT, SECOND_EXPERT = HALVES = ("transformer.", "transformer_2.")
+"""How the keys of a file begin that holds LoRAs for two experts: for much noise, and for little."""
 SHOWN_KEYS = 10
 PEFT_METADATA = "lora_adapter_metadata"
 UNSUPPORTED_CONFIG = ("alpha_pattern", "use_rslora", "use_dora")
 """Settings of PEFT that change how alpha counts, or what is merged."""
+MATRIX_TYPES = (*WIDE_FLOATS, *FP8)
 ATTENTION = re.compile(r"_attn\.[qkvo]\.weight\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraFile:
-    """patches: by official name of the parameter. unknown: keys that belong to no parameter, in the file's order.
+    """patches: by official name of the parameter. unknown: keys that change nothing here, in the file's order.
 
     parameters: how many the model has.
     """
@@ -52,17 +55,24 @@ class LoraFile:
         if not self.unknown:
             return changed
         count = f"{len(self.unknown)} keys are" if len(self.unknown) > 1 else "1 key is"
-        return f"{changed}; {count} not known and left out: {listed(self.unknown, most=most)}"
+        return (
+            f"{changed}; {count} not this model's and left out: {listed(self.unknown, most=most)}"
+        )
 
 
-def read_lora(file: ModelFile, shape: WanShape) -> LoraFile:
-    """What `file` changes in a model of `shape`. Raises ModelFileError."""
+def read_lora(file: ModelFile, shape: WanShape, *, half: str = "") -> LoraFile:
+    """What `file` changes in a model of `shape`. Raises ModelFileError.
+
+    half: of HALVES, the one that this expert takes of a file with both. A model without experts takes the first.
+    """
     label = Path(file.path).name
-    alpha = default_alpha(file.metadata, label)
-    return parse_lora(file.entries, shape, label=label, alpha=alpha, read_scalar=read_scalar)
+    alpha = default_alpha(file.metadata, label, half=half)
+    return parse_lora(
+        file.entries, shape, label=label, alpha=alpha, read_scalar=read_scalar, half=half
+    )
 
 
-def default_alpha(metadata: Mapping[str, str], label: str) -> float | None:
+def default_alpha(metadata: Mapping[str, str], label: str, *, half: str = "") -> float | None:
     """What diffusers' metadata gives to pairs that have no alpha of their own. Raises ModelFileError."""
     raw = metadata.get(PEFT_METADATA)
     if raw is None:
@@ -71,7 +81,7 @@ def default_alpha(metadata: Mapping[str, str], label: str) -> float | None:
         settings = json.loads(raw).items()
         config = {
             key.removeprefix(begin): value
-            for begin in (SECOND_EXPERT, FIRST_EXPERT)
+            for begin in sorted(HALVES, key=(half or FIRST_EXPERT).__eq__)
             for key, value in settings
             if key.startswith(begin)
         }
@@ -99,13 +109,14 @@ def parse_lora(
     label: str,
     alpha: float | None,
     read_scalar: Callable[[TensorEntry], float],
+    half: str = "",
 ) -> LoraFile:
-    """`read_lora` of a header. Every key is part of a patch or in `unknown`, or ModelFileError is raised.
+    """`read_lora` of a header. Every key of the half is part of a patch or in `unknown`, or ModelFileError is raised.
 
     alpha: of pairs that have none beside them. read_scalar: the value of a tensor with one element.
     """
     expected = expected_parameters(shape)
-    found, scaled, unknown = _find_factors(entries, expected, label)
+    found, scaled, unknown = _find_factors(entries, expected, label, half)
     patches: dict[str, Patch] = {}
     for parameter, roles in found.items():
         kind = _kind_of(parameter, roles, label)
@@ -131,7 +142,17 @@ def parse_lora(
             f"{label} changes nothing in this model: none of its {len(entries)} keys is known"
             f"{f', the first is {shown(unknown[0])}' if unknown else ''}; choose a LoRA for this model"
         )
-    _require_sizes(patches, expected, shape, label)
+    _require_model(patches, shape, label)
+    misfits = {
+        name: misfit
+        for name, patch in patches.items()
+        if (misfit := _misfit(patch, expected[name]))
+    }
+    if len(misfits) == len(patches):
+        name, misfit = next(iter(misfits.items()))
+        raise ModelFileError(f"{label} changes {name} {misfit}; choose a LoRA for this model")
+    for name in misfits:
+        unknown += [factor.name for factor in patches.pop(name).factors.values()]
     order = {key: index for index, key in enumerate(entries)}
     return LoraFile(
         label=label,
@@ -142,16 +163,22 @@ def parse_lora(
 
 
 def _find_factors(
-    entries: Mapping[str, TensorEntry], expected: Mapping[str, tuple[int, ...]], label: str
+    entries: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    label: str,
+    half: str,
 ) -> tuple[dict[str, dict[Role, Factor]], set[str], list[str]]:
     """By parameter what stands for its change; biases whose change is scaled as their weight's is; keys not known."""
     found: dict[str, dict[Role, Factor]] = {}
     scaled: set[str] = set()
     unknown: list[str] = []
-    has_first = any(key.startswith(FIRST_EXPERT) for key in entries)
+    own = half or FIRST_EXPERT
+    has_own = any(key.startswith(own) for key in entries)  # else it suits either expert
     for key, entry in entries.items():
-        # Of two experts' LoRAs in one file the first is meant.
-        part = read_key(key if has_first else key.removeprefix(SECOND_EXPERT))
+        is_others = has_own and key.startswith(HALVES) and not key.startswith(own)
+        if is_others and half:
+            continue
+        part = None if is_others else read_key(key.removeprefix(SECOND_EXPERT))
         if part is None or (
             part.parameter not in expected and not _is_beyond(part.parameter, expected)
         ):
@@ -162,12 +189,12 @@ def _find_factors(
                 f"{label}: {shown(key)} belongs to {part.role}, which this version does not merge; use a LoRA, LoHa "
                 "or LoKr"
             )
-        if entry.dtype not in WIDE_FLOATS:
+        role = part.role
+        if entry.dtype not in MATRIX_TYPES and role is not Role.ALPHA:
             raise ModelFileError(
-                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(WIDE_FLOATS)}, so "
+                f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(MATRIX_TYPES)}, so "
                 "choose a 16- or 32-bit file"
             )
-        role = part.role
         if role is Role.UP_BIAS:
             role = Role.DIFFERENCE
             scaled.add(part.parameter)
@@ -210,11 +237,8 @@ def read_scalar(entry: TensorEntry) -> float:
         raise ModelFileError(
             f"{Path(entry.path).name} became shorter while it was read; load it again"
         )
-    if entry.dtype == "BF16":  # the upper half of a float32
-        raw, code = b"\0\0" + raw, "f"
-    else:
-        code = {"F32": "f", "F16": "e", "F64": "d"}[entry.dtype]
-    return float(struct.unpack(f"<{code}", raw)[0])
+    dtype = getattr(torch, BY_CODE[entry.dtype].name)
+    return float(torch.frombuffer(bytearray(raw), dtype=dtype).item())
 
 
 def _is_beyond(parameter: str, expected: Mapping[str, tuple[int, ...]]) -> bool:
@@ -233,12 +257,7 @@ def _kind_of(parameter: str, roles: Mapping[Role, Factor], label: str) -> Kind |
     return kinds[0] if kinds else None
 
 
-def _require_sizes(
-    patches: Mapping[str, Patch],
-    expected: Mapping[str, tuple[int, ...]],
-    shape: WanShape,
-    label: str,
-) -> None:
+def _require_model(patches: Mapping[str, Patch], shape: WanShape, label: str) -> None:
     for parameter, patch in patches.items():
         width = extent(patch)[0]
         # The output of every attention projection has the model's width.
@@ -254,27 +273,20 @@ def _require_sizes(
             f"{label} changes block {max(blocks)}, but the blocks of this model are 0 to {shape.num_layers - 1}; "
             "choose a LoRA for this model"
         )
-    for parameter, patch in patches.items():
-        want = expected[parameter]
-        matrix = (want[0], prod(want[1:]))
-        if patch.kind in (Kind.DIFFERENCE, Kind.VALUE):
-            (factor,) = patch.factors.values()
-            got, needed = factor.entry.shape, want
-        else:
-            got, needed = extent(patch), matrix
-            if patch.kind is Kind.LOHA:
-                second = (
-                    patch.factors[Role.HADA_W2_A].rows,
-                    patch.factors[Role.HADA_W2_B].columns,
-                )
-                got = got if second == got else second
-        if got != needed:
-            raise ModelFileError(
-                f"{label} changes {parameter} by {list(got)}, but this model has it in {list(needed)}; choose a LoRA "
-                "for this model"
-            )
-        if patch.dora is DoraAxis.COLUMNS and len(want) > 2:
-            raise ModelFileError(
-                f"{label} scales the columns of {parameter} by DoRA, which this version does for matrices only; "
-                "choose a LoRA without it"
-            )
+
+
+def _misfit(patch: Patch, want: tuple[int, ...]) -> str:
+    """Why it does not suit a parameter of shape `want`, or nothing."""
+    if patch.kind in (Kind.DIFFERENCE, Kind.VALUE):
+        (factor,) = patch.factors.values()
+        got, needed = factor.entry.shape, want
+    else:
+        got, needed = extent(patch), (want[0], prod(want[1:]))
+        if patch.kind is Kind.LOHA:
+            second = (patch.factors[Role.HADA_W2_A].rows, patch.factors[Role.HADA_W2_B].columns)
+            got = got if second == got else second
+    if got != needed:
+        return f"by {list(got)}, but this model has it in {list(needed)}"
+    if patch.dora is DoraAxis.COLUMNS and len(want) > 2:
+        return "by DoRA of its columns, which this version does for matrices only"
+    return ""

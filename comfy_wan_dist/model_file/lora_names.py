@@ -111,6 +111,8 @@ class Part:
 
 def read_key(key: str) -> Part | None:
     """The place of the tensor `key`, or None if it is not known. The parameter may be one that the model has not."""
+    if key.endswith(".diff_m"):  # LightX2V's name for the modulation of a block, or of the head
+        key = f"{key.removesuffix('.diff_m')}.modulation.diff"
     for pattern, bias_role in BIAS_ENDS:
         if end := pattern.search(key):
             path = _official(key[: end.start()])

@@ -121,9 +121,9 @@ def build_patch(
         _require_forms(kind, factors, label)
     rank = next((factors[role].rows for role in RANKS.get(kind, ()) if role in factors), None)
     value = alpha if kind is Kind.LORA else None
-    if (own_alpha := factors.get(Role.ALPHA)) is not None:
+    # A product of two whole matrices has no rank, and alpha, which may be anything then, no say.
+    if rank is not None and (own_alpha := factors.get(Role.ALPHA)) is not None:
         value = _alpha(own_alpha, label, read_scalar)
-    # A product of two whole matrices has no rank, and alpha no say.
     scale = 1.0 if rank is None or value is None else value / rank
     matrices = {**factors}
     matrices.pop(Role.ALPHA, None)

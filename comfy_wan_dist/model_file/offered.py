@@ -34,9 +34,9 @@ def listed_names(
         parents = [str(parent) for parent in file.parents][:-1]
         if outer := [parent for parent in parents if is_pipeline(parent)]:
             return outer[-1]
-        index = index_of(Path(file))
-        is_part = file.name == COMPONENT_FILE or (
-            index is not None and any(os.path.isfile(os.path.join(root, index)) for root in roots)
+        indices = (index_of(Path(root, file)) for root in roots)
+        is_part = file.name == COMPONENT_FILE or any(
+            index is not None and os.path.isfile(index) for index in indices
         )
         return parents[0] if parents and is_part else None
 

@@ -7,19 +7,20 @@ Source: key tables of the official Wan2.2 and Wan2.1 checkpoints.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import FLOATS
+from ..mesh.dtypes import FLOATS, FP8
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import HEAD_DIM, PATCH_POSITIONS, WanShape
 from .encoding import StoredTensor, layer_formats, packed_weights, read_encodings
 from .expected import Found
 from .header import ModelFile
-from .names import describe, find_naming, official_tensors
+from .names import describe, find_naming, listed, official_tensors, shown
 
 FAMILY = ((48, 48), (16, 16), (36, 16))
 """Input and output channels of TI2V, text-to-video, image-to-video."""
@@ -32,17 +33,24 @@ SIBLINGS = (
     ("casual_audio_encoder.encoder.final_linear.weight", "a Wan S2V model"),
     ("audio_proj.audio_proj_glob_1.layer.bias", "a HuMo model"),
     ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
+    ("patch_embedding_mask.weight", "a SCAIL 2 model"),
+    ("patch_embedding_pose.weight", "a SCAIL model"),
+    ("patch_embedding_global.weight", "a WanDancer model"),
+    ("audio_proj.proj1.weight", "a MultiTalk or InfiniteTalk model"),
     ("img_emb.proj.0.bias", "a Wan2.1 image-to-video model"),
 )
+MODEL_TYPES = ("t2v", "i2v", "ti2v")
+"""Of the official code, as settings in a file's metadata name them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WanFile:
-    """A recognised transformer: its sizes, and how each official parameter is stored."""
+    """A recognised transformer: its sizes, and how each official parameter is stored. note: for the report, or ''."""
 
     shape: WanShape
     entries: Mapping[str, StoredTensor]
     file: ModelFile
+    note: str = ""
 
     @property
     def dtype(self) -> str:
@@ -57,16 +65,18 @@ def read_wan_file(file: ModelFile) -> WanFile:
     """Recognise `file`. Raises ModelFileError naming what it is instead, or what it lacks."""
     label = Path(file.path).name
     naming = find_naming(file.entries)
+    entries, told = file.entries, ""
+    if naming is not None:
+        entries = official_tensors(entries, naming, label=label)
+        told = _kind_in_settings(file.metadata)
+    if kind := next((kind for key, kind in SIBLINGS if key in entries), told):
+        raise ModelFileError(
+            f"{label} is {kind}, which is not supported; choose a {SUPPORTED} file"
+        )
     if naming is None:
         raise ModelFileError(
-            f"{label} is not a Wan transformer: {describe(file.entries)}; choose a {SUPPORTED} file"
+            f"{label} is not a Wan transformer: {describe(entries)}; choose a {SUPPORTED} file"
         )
-    entries = official_tensors(file.entries, naming, label=label)
-    for key, kind in SIBLINGS:
-        if key in entries:
-            raise ModelFileError(
-                f"{label} is {kind}, which is not supported; choose a {SUPPORTED} file"
-            )
     found = Found(
         shapes={name: entry.shape for name, entry in entries.items()},
         label=label,
@@ -79,7 +89,10 @@ def read_wan_file(file: ModelFile) -> WanFile:
     found = replace(found, shapes={name: found.shapes[name] for name in stored})
     found.require(expected_parameters(shape))
     packed = tuple(packed_weights(stored))
-    return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file)
+    bare = [name for name, packing in packed if packing.encoding in FP8 and not packing.is_scaled]
+    is_partial = bare and any(packing.is_scaled for _, packing in packed)
+    note = f"{label} has no scale for {listed(bare)}; 1 is taken" if is_partial else ""
+    return WanFile(shape=replace(shape, packed=packed), entries=stored, file=file, note=note)
 
 
 def validate_experts(high: WanFile, low: WanFile) -> None:
@@ -95,6 +108,18 @@ def validate_experts(high: WanFile, low: WanFile) -> None:
             raise ModelFileError(
                 f"{label} has {name} {theirs}, {Path(high.file.path).name} {ours}; choose the two experts of one model"
             )
+
+
+def _kind_in_settings(metadata: Mapping[str, str]) -> str:
+    """What ComfyUI (0.28) takes a file for that only the settings in its metadata tell from a supported model."""
+    try:
+        settings = json.loads(metadata["config"])["transformer"]
+        if settings.get("causal_ar"):
+            return "a causal Wan model"
+        name = settings.get("model_type", MODEL_TYPES[0])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return ""
+    return "" if name in MODEL_TYPES else f"a Wan model of the type {shown(name)}"
 
 
 def _shape_of(found: Found) -> WanShape:

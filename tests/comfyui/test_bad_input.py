@@ -383,7 +383,6 @@ def write_bad_loras(base: Path) -> None:
         ("alpha.safetensors", ["[2]", "one number"]),
         ("oft.safetensors", ["OFT", "does not merge"]),
         ("cut.safetensors", ["truncated", "download it again"]),
-        ("pickled.pt", ["not a .safetensors file", "convert"]),
     ],
 )
 def test_file_that_is_no_lora_is_refused(

@@ -127,7 +127,7 @@ def test_report_and_log_say_what_was_changed_and_what_was_left_out(
     log_size = len(server.log)
     _, report = text_of(server, own([("partly.safetensors", 0.5), ("mixed.safetensors", 1)], seed))
     left_out = (
-        "2 keys are not known and left out: 'diffusion_model.blocks.0.cross_attn.k_img.lora_A.weight', "
+        "2 keys are not this model's and left out: 'diffusion_model.blocks.0.cross_attn.k_img.lora_A.weight', "
         "'lora_te_text_model_encoder_layers_0_mlp_fc1.alpha'"
     )
     first, second = report.splitlines()[0:3:2]

@@ -17,41 +17,39 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lora_headers import REFUSED, Q, entry, pair
 from safetensors.torch import save_file
 
 from comfy_wan_dist.ipc.errors import ConfigError, ModelFileError
 from comfy_wan_dist.jobs.handle import ModelHandle
+from comfy_wan_dist.mesh.dtypes import BY_NAME
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape
 from comfy_wan_dist.model_file.encoding import TensorEntry
 from comfy_wan_dist.model_file.header import content_of, read_model_file
-from comfy_wan_dist.model_file.lora import LoraFile, parse_lora, read_lora
+from comfy_wan_dist.model_file.lora import HALVES, LoraFile, parse_lora, read_lora, read_scalar
 from comfy_wan_dist.model_file.lora_names import Part, Role, read_key
 from comfy_wan_dist.model_file.lora_patch import extent
 from devtools.loras import SPELLINGS, mixed_lora, plain_lora, spelled
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=3, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 SHAPES = expected_parameters(SHAPE)
-Q = "diffusion_model.blocks.0.self_attn.q"
-
-
-def entry(*shape: int, dtype: str = "F32") -> TensorEntry:
-    return TensorEntry(dtype=dtype, shape=shape, path="", start=0, stop=0)
 
 
 def parse(
-    entries: Mapping[str, TensorEntry], shape: WanShape = SHAPE, alpha: float = 2
+    entries: Mapping[str, TensorEntry],
+    shape: WanShape = SHAPE,
+    alpha: float = 2,
+    half: str = "",
 ) -> LoraFile:
     return parse_lora(
-        entries, shape, label="some.safetensors", alpha=None, read_scalar=lambda entry: alpha
+        entries,
+        shape,
+        label="some.safetensors",
+        alpha=None,
+        read_scalar=lambda entry: alpha,
+        half=half,
     )
-
-
-def pair(module: str, rows: int = 128, columns: int = 128, rank: int = 4) -> dict[str, TensorEntry]:
-    return {
-        f"{module}.lora_A.weight": entry(rank, columns),
-        f"{module}.lora_B.weight": entry(rows, rank),
-    }
 
 
 # ---- names
@@ -87,6 +85,8 @@ def test_every_parameter_is_found_under_every_spelling(spelling: str) -> None:
         ("transformer.blocks.1.norm2.diff", "blocks.1.norm3.weight", Role.DIFFERENCE),
         ("base_model.model.diffusion_model.head.head.diff_b", "head.head.bias", Role.DIFFERENCE),
         ("lora_unet_blocks_10_attn1_to_q.lora_up.weight", "blocks.10.self_attn.q.weight", Role.UP),
+        ("diffusion_model.blocks.3.diff_m", "blocks.3.modulation", Role.DIFFERENCE),
+        ("diffusion_model.head.diff_m", "head.modulation", Role.DIFFERENCE),
         ("lora_unet__blocks_0_ffn_0.alpha", "blocks.0.ffn.0.weight", Role.ALPHA),
         ("lycoris_blocks_0_ffn_net_2.lokr_w1_a", "blocks.0.ffn.2.weight", Role.LOKR_W1_A),
         ("lora_unet_time_projection_1.hada_w2_b", "time_projection.1.weight", Role.HADA_W2_B),
@@ -154,6 +154,22 @@ def test_second_experts_keys_count_only_without_the_first() -> None:
     )
     assert parse(second).unknown == ()
     assert parse(first | second).unknown == tuple(second)
+    for half, own in zip(HALVES, (first, second), strict=True):
+        file = parse(first | second, half=half)
+        assert file.unknown == ()
+        (patch,) = file.patches.values()
+        assert {factor.name for factor in patch.factors.values()} == set(own)
+
+
+def test_a_change_of_another_size_is_left_out_and_named() -> None:
+    misfits = {
+        **pair("diffusion_model.text_embedding.0", 128, 4096),
+        "diffusion_model.patch_embedding.diff": entry(128, 36, 1, 2, 2),
+        "diffusion_model.patch_embedding.diff_b": entry(64),
+    }
+    file = parse({**misfits, **pair(Q)})
+    assert file.unknown == tuple(misfits)
+    assert file.patches.keys() == {"blocks.0.self_attn.q.weight"}
 
 
 # ---- refusals
@@ -166,107 +182,6 @@ def refusal(action: Callable[[], object]) -> str:
     assert "\n" not in message
     assert 20 < len(message) < 500
     return message
-
-
-REFUSED: dict[str, tuple[dict[str, TensorEntry], str]] = {
-    "nothing": ({}, "none of its 0 keys is known; choose"),
-    "another model": (
-        {"lora_unet_down_blocks_0_attentions_0.lora_up.weight": entry(4, 4)},
-        "none of its 1 keys is known, the first is 'lora_unet_down_blocks",
-    ),
-    "width": (
-        pair(Q, 5120, 5120),
-        "is made for a model of width 5120, but this one has width 128",
-    ),
-    "width before blocks": (
-        pair("diffusion_model.blocks.39.cross_attn.o", 5120, 5120),
-        "width 5120, but this one has width 128",
-    ),
-    "block": (
-        pair("diffusion_model.blocks.3.cross_attn.o"),
-        "changes block 3, but the blocks of this model are 0 to 2",
-    ),
-    "size": (
-        pair("diffusion_model.blocks.0.ffn.0", 65, 128),
-        "changes blocks.0.ffn.0.weight by [65, 128], but this model has it in [64, 128]",
-    ),
-    "input": (
-        pair("diffusion_model.text_embedding.0", 128, 4096),
-        "changes text_embedding.0.weight by [128, 4096], but this model has it in [128, 16]",
-    ),
-    "difference": (
-        {"diffusion_model.blocks.0.modulation.diff": entry(1, 2, 128)},
-        "changes blocks.0.modulation by [1, 2, 128], but this model has it in [1, 6, 128]",
-    ),
-    "bias": (
-        {f"{Q}.diff_b": entry(64)},
-        "changes blocks.0.self_attn.q.bias by [64], but this model has it in [128]",
-    ),
-    "no up": ({f"{Q}.lora_A.weight": entry(4, 128)}, f"has '{Q}.lora_A.weight' without its up"),
-    "no down": ({f"{Q}.lora_up.weight": entry(128, 4)}, "without its down"),
-    "no half": (
-        {f"{Q}.hada_w1_a": entry(128, 4), f"{Q}.hada_w1_b": entry(4, 128)},
-        "has hada_w2_a nowhere",
-    ),
-    "no factor": ({f"{Q}.lokr_w2_a": entry(32, 4)}, "without its lokr_w2_b"),
-    "no w2": ({f"{Q}.lokr_w1": entry(4, 4)}, "has lokr_w2 nowhere"),
-    "w1 twice": (
-        {
-            f"{Q}.lokr_w1": entry(4, 4),
-            f"{Q}.lokr_w1_a": entry(4, 2),
-            f"{Q}.lokr_w1_b": entry(2, 4),
-            f"{Q}.lokr_w2": entry(32, 32),
-        },
-        "has lokr_w1 twice",
-    ),
-    "second half": (
-        {
-            f"{Q}.hada_w1_a": entry(128, 4),
-            f"{Q}.hada_w1_b": entry(4, 128),
-            f"{Q}.hada_w2_a": entry(128, 4),
-            f"{Q}.hada_w2_b": entry(4, 64),
-        },
-        "changes blocks.0.self_attn.q.weight by [128, 64]",
-    ),
-    "ranks": (
-        {f"{Q}.lora_A.weight": entry(8, 128), f"{Q}.lora_B.weight": entry(128, 4)},
-        "lora_B.weight' has rank 4 but 'diffusion_model.blocks.0.self_attn.q.lora_A.weight' has rank 8",
-    ),
-    "rank 0": (pair(Q, rank=0), "equal and not 0"),
-    "vector": (
-        {f"{Q}.lora_A.weight": entry(128), f"{Q}.lora_B.weight": entry(128, 1)},
-        "has shape [128]; a factor must be a matrix",
-    ),
-    "alpha's shape": (
-        pair(Q) | {f"{Q}.alpha": entry(2)},
-        f"'{Q}.alpha' has shape [2]; it must be one number",
-    ),
-    "type": (
-        {key: entry(*each.shape, dtype="F8_E4M3") for key, each in pair(Q).items()},
-        "as F8_E4M3; this version merges F32, F16, BF16, F64",
-    ),
-    "two names": (
-        pair(Q) | pair("transformer.blocks.0.attn1.to_q"),
-        "which mean the same",
-    ),
-    "two ways": (
-        pair(Q) | {f"{Q}.diff": entry(128, 128)},
-        "changes blocks.0.self_attn.q.weight in several ways (LoRA, a difference)",
-    ),
-    "DoRA's shape": (
-        pair(Q) | {f"{Q}.dora_scale": entry(128)},
-        "has shape [128]; for a change of 128 x 128 it must be [128, 1] or [1, 128]",
-    ),
-    "DoRA of columns": (
-        pair("diffusion_model.patch_embedding", 128, 48 * 4)
-        | {"diffusion_model.patch_embedding.dora_scale": entry(1, 192)},
-        "scales the columns of patch_embedding.weight by DoRA",
-    ),
-    "OFT": ({f"{Q}.oft_blocks": entry(4, 32, 32)}, "belongs to OFT or BOFT, which this version"),
-    "PEFT's DoRA": (pair(Q) | {f"{Q}.lora_magnitude_vector": entry(128)}, "PEFT's form of DoRA"),
-    "Tucker": (pair(Q) | {f"{Q}.lora_mid.weight": entry(4, 4, 1, 1)}, "a Tucker decomposition"),
-    "GLoRA": ({f"{Q}.a1.weight": entry(4, 128)}, "belongs to GLoRA"),
-}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -284,21 +199,26 @@ def test_widths_of_the_real_models_are_named() -> None:
 
 
 @pytest.mark.parametrize("alpha", [math.nan, math.inf])
-def test_alpha_must_be_finite(alpha: float) -> None:
+def test_alpha_must_be_finite_where_it_counts(alpha: float) -> None:
+    whole = {f"{Q}.lokr_w1": entry(4, 4), f"{Q}.lokr_w2": entry(32, 32), f"{Q}.alpha": entry()}
+    assert [patch.scale for patch in parse(whole, alpha=alpha).patches.values()] == [1]
     message = refusal(lambda: parse(pair(Q) | {f"{Q}.alpha": entry()}, alpha=alpha))
     assert f"is {alpha}; it must be finite" in message
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_alpha_is_read_in_every_type(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {
-        f"{Q}.lora_down.weight": torch.zeros(4, 128),
-        f"{Q}.lora_up.weight": torch.zeros(128, 4),
-        f"{Q}.alpha": torch.tensor(-6.5, dtype=dtype),
-    }
-    save_file(tensors, tmp_path / "a.safetensors")
-    (patch,) = read(tmp_path / "a.safetensors").patches.values()
-    assert patch.scale == -6.5 / 4
+@pytest.mark.parametrize("name", BY_NAME)
+def test_scalar_is_what_torch_reads(name: str, tmp_path: Path) -> None:
+    """Of types of one byte each value that there is."""
+    dtype = getattr(torch, name)
+    tensor = torch.tensor([-6.5, 0, 1, 448, 1e-3]).to(dtype)
+    if dtype.itemsize == 1 and dtype is not torch.bool:
+        tensor = torch.arange(256, dtype=torch.uint8).view(dtype)
+    save_file({"x": tensor}, tmp_path / "a.safetensors")
+    whole = read_model_file(str(tmp_path / "a.safetensors")).entries["x"]
+    for index, expected in enumerate(tensor.tolist()):
+        start = whole.start + index * dtype.itemsize
+        actual = read_scalar(replace(whole, shape=(), start=start, stop=start + dtype.itemsize))
+        assert actual == float(expected) or (math.isnan(actual) and math.isnan(expected))
 
 
 def read(path: Path) -> LoraFile:
@@ -325,6 +245,9 @@ def test_alpha_of_diffusers_metadata_counts(tmp_path: Path) -> None:
     assert [patch.scale for patch in read(path).patches.values()] == [1.5, 1.5]
     write_diffusers(path, config, own_alpha=True)
     assert [patch.scale for patch in read(path).patches.values()] == [0.25, 0.25]
+    write_diffusers(path, config)
+    second = read_lora(read_model_file(str(path)), SHAPE, half=HALVES[1])
+    assert [patch.scale for patch in second.patches.values()] == [1.75, 1.75]
     write_diffusers(path, {"transformer.r": 4})
     assert [patch.scale for patch in read(path).patches.values()] == [1, 1]
 
@@ -469,7 +392,7 @@ STRANGE = st.dictionaries(
         lambda shape, dtype: entry(*shape, dtype=dtype),
         st.sampled_from([(128, 4), (4, 128), (128,), (), (1,), (128, 128), (0, 4), (128, 1)])
         | st.lists(st.integers(0, 200), max_size=5).map(tuple),
-        st.sampled_from(["F32", "F16", "BF16", "F32", "F16", "F8_E4M3"]),
+        st.sampled_from(["F32", "F16", "BF16", "F32", "F16", "F8_E4M3", "I64"]),
     ),
     max_size=4,
 )

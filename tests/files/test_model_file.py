@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from comfy_wan_dist.model_file.header import (
 from comfy_wan_dist.model_file.names import PREFIXES
 from comfy_wan_dist.model_file.wan import SUPPORTED, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
+from devtools.references import build_diffusers_transformer
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
 
@@ -585,6 +587,27 @@ def test_folder_of_one_file_is_that_file(tmp_path: Path) -> None:
     assert names_of(tmp_path) == {"y"}  # what diffusers would take
 
 
+@pytest.mark.parametrize("max_shard_size", ["10GB", "200KB"])
+def test_variant_of_diffusers_is_the_model_where_there_is_no_other(
+    max_shard_size: str, tmp_path: Path
+) -> None:
+    transformer = build_diffusers_transformer(SHAPE, transformer_weights(SHAPE, seed=1))
+    transformer.half().save_pretrained(tmp_path, variant="fp16", max_shard_size=max_shard_size)
+    found = sorted(tmp_path.glob("*.fp16*.safetensors"))
+    assert (len(found) > 1) == (max_shard_size == "200KB")
+    folder = read_model_file(str(tmp_path))
+    assert read_wan_file(folder).shape == SHAPE
+    assert read_model_file(str(found[-1])) == folder
+    assert read_model_file(folder.path) == folder
+    plain = tmp_path / "plain"
+    transformer.float().save_pretrained(plain, max_shard_size=max_shard_size)
+    for path in plain.iterdir():
+        path.rename(tmp_path / path.name)
+    plain.rmdir()
+    assert {each.dtype for each in read_model_file(str(tmp_path)).entries.values()} == {"F32"}
+    assert read_model_file(str(found[-1])) == folder
+
+
 def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -782,6 +805,10 @@ def test_wan_models_of_another_kind_are_refused_by_name(
         ("vace_patch_embedding.weight", "a Wan VACE model"),
         ("img_emb.proj.0.bias", "a Wan2.1 image-to-video model"),
         ("face_adapter.fuser_blocks.0.k_norm.weight", "a Wan Animate model"),
+        ("patch_embedding_mask.weight", "a SCAIL 2 model"),
+        ("patch_embedding_pose.weight", "a SCAIL model"),
+        ("patch_embedding_global.weight", "a WanDancer model"),
+        ("audio_proj.proj1.weight", "a MultiTalk or InfiniteTalk model"),
     ],
 )
 def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
@@ -789,6 +816,59 @@ def test_siblings_are_refused_by_name(tensor: str, kind: str) -> None:
     assert (
         message == f"some.safetensors is {kind}, which is not supported; choose a {SUPPORTED} file"
     )
+
+
+def test_infinitetalk_alone_is_refused_by_name() -> None:
+    patch = {"blocks.0.audio_cross_attn.q_linear.weight": (4, 4), "audio_proj.proj1.weight": (4, 4)}
+    message = refusal(lambda: read_wan_file(model_file(patch)))
+    assert message.startswith("some.safetensors is a MultiTalk or InfiniteTalk model, which is not")
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"model_type": "flow_rvs"}, "a Wan model of the type 'flow_rvs'"),
+        ({"model_type": "t2v", "causal_ar": True}, "a causal Wan model"),
+        ({"model_type": "next\nyear"}, r"a Wan model of the type 'next\nyear'"),
+    ],
+)
+def test_siblings_that_only_metadata_tells_are_refused_by_name(
+    settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.safetensors"
+    save_file(
+        transformer_weights(SHAPE, seed=1),
+        path,
+        metadata={"config": json.dumps({"transformer": settings})},
+    )
+    message = refusal(lambda: read_wan_file(read_model_file(str(path))))
+    assert (
+        message == f"some.safetensors is {kind}, which is not supported; choose a {SUPPORTED} file"
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(json.dumps({"transformer": {"model_type": kind}}) for kind in ("t2v", "i2v", "ti2v")),
+        '{"transformer": {"causal_ar": false, "dim": 5120}}',
+        '{"transformer": []}',
+        '{"vae": {}}',
+        "[1]",
+        "lr: 1e-4",
+        "[" * 100_000,
+    ],
+)
+def test_other_metadata_does_not_matter(config: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.safetensors"
+    save_file(transformer_weights(SHAPE, seed=1), path, metadata={"config": config})
+    assert read_wan_file(read_model_file(str(path))).shape == SHAPE
+
+
+def test_metadata_does_not_make_a_file_wan() -> None:
+    config = json.dumps({"transformer": {"model_type": "flow_rvs"}})
+    file = replace(model_file({"something": (4, 4)}), metadata={"config": config})
+    assert "is not a Wan transformer" in refusal(lambda: read_wan_file(file))
 
 
 def vae_names() -> dict[str, tuple[int, ...]]:

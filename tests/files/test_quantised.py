@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import pytest
 import quantised_programs as programs
 import rank_programs
 import torch
-from comfyui_child import run_beside_comfyui
+from comfyui_child import REPO, run_beside_comfyui
 from live_bytes import LiveBytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -48,11 +50,14 @@ from devtools.mesh_runs import (
     single_groups,
 )
 from devtools.quantised import (
+    ODD_WEIGHTS,
     RANDOM,
     WRITABLE,
     ScaledForm,
     write_fp8,
     write_gguf,
+    write_modelopt,
+    write_odd_scaled_fp8,
     write_scaled_fp8,
 )
 from devtools.rank_pool import RankPool
@@ -132,6 +137,20 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         lambda path: write_gguf(path, weights, mixed, is_reshaped=False),
         matrices - len(range(3, matrices, 5)),
     )
+    for kind in ("Q8_0", "Q4_0"):
+        add(
+            f"all-{kind}",
+            ".gguf",
+            partial(write_gguf, weights=weights, types=(kind,), only_matrices=False),
+            matrices,
+        )
+    add(
+        "modelopt",
+        "-00001-of-00002.safetensors",
+        partial(write_modelopt, weights=weights),
+        matrices,
+    )
+    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 1)
     return forms
 
 
@@ -180,8 +199,14 @@ def test_every_form_loads_to_the_slices_of_its_values(
             read = sum(shards[index].read for shards in answers)
             tensors = file.entries.values()
             weights = sum(tensor.entry.size for tensor in tensors)
-            scales = 4 * sum(tensor.scale is not None for tensor in tensors)
-            assert weights + scales <= read <= weights + scales * degrees.tp, name
+            scales = sum(tensor.scale.size for tensor in tensors if tensor.scale is not None)
+            # What is unpacked on its way by each tp rank, too.
+            scales += sum(
+                tensor.entry.size
+                for tensor in tensors
+                if tensor.entry.dtype in BLOCKS and not tensor.is_packed
+            )
+            assert weights <= read <= weights + scales * degrees.tp, name
         if degrees.world_size == 1:
             packed = sum(tensor.entry.size for tensor in tensors if tensor.is_packed)
             plain = sum(4 * np.prod(each.shape) for each in tensors if not each.is_packed)
@@ -195,7 +220,7 @@ def alone(forms: Mapping[str, Form]) -> dict[str, programs.Sampled]:
     inputs = CASE.inputs(SHAPE)
     return {
         form: programs.sample_pair(0, "single", forms[form].pair, inputs, SCHEDULE)
-        for form in ("scaled-OLD", "mixed")
+        for form in ("scaled-OLD", "mixed", "odd", "all-Q8_0")
     }
 
 
@@ -208,6 +233,8 @@ def alone(forms: Mapping[str, Form]) -> dict[str, programs.Sampled]:
         ("scaled-OLD", "tp2-sp"),
         ("scaled-OLD", "ulysses2-fsdp"),
         ("mixed", "ulysses2-fsdp"),
+        ("odd", "cfg2-tp2-fsdp"),
+        ("all-Q8_0", "ulysses2-fsdp"),
     ],
 )
 def test_sampling_is_that_of_one_process_and_of_the_plain_values(
@@ -384,7 +411,7 @@ def test_dtype_auto(form: str, kind: str, dtype: str, forms: Mapping[str, Form])
 # ---- refusals
 
 
-TINY = WanShape(dim=128, ffn_dim=64, num_layers=1, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
+TINY = replace(SHAPE, dim=128, ffn_dim=64, num_layers=1, text_dim=4096)
 LAYER = "blocks.0.ffn.0"
 
 
@@ -443,69 +470,74 @@ def text(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "words"),
-    [
-        (
-            ScaledForm.OLD,
-            remove(f"{LAYER}.scale_weight"),
-            f"the scaled weight '{LAYER}.weight' has no scale beside it (scale_weight or weight_scale)",
-        ),
-        (
-            ScaledForm.NEW,
-            remove(f"{LAYER}.weight_scale"),
-            f"the scaled weight '{LAYER}.weight' has no scale beside it",
-        ),
-        (
-            ScaledForm.OLD,
-            put(f"{LAYER}.scale_weight", torch.ones(64)),
-            f"the scale '{LAYER}.scale_weight' is F32 [64]; only one float for the whole weight is supported",
-        ),
-        (
-            ScaledForm.NEW,
-            put(f"{LAYER}.scale_weight", torch.tensor(1.0)),
-            f"has both '{LAYER}.scale_weight' and '{LAYER}.weight_scale'",
-        ),
-        (
-            ScaledForm.NEW,
-            put(f"{LAYER}.weight", torch.ones(64, 128)),
-            f"'{LAYER}.weight' as 'float8_e4m3fn' in F32, which is not supported",
-        ),
-        (
-            ScaledForm.OLD,
-            put(f"{LAYER}.weight", torch.ones(64, 128)),
-            f"'{LAYER}.weight' is F32 [64, 128] and has a scale, which only matrices in fp8 may have",
-        ),
-        (
-            ScaledForm.NEW,
-            put(f"{LAYER}.comfy_quant", text({"format": "nvfp4"})),
-            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported; choose an fp8",
-        ),
-        (
-            ScaledForm.OLD,
-            put(f"{LAYER}.weight_scale_2", torch.tensor(1.0)),
-            f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported",
-        ),
-        (
-            ScaledForm.NEW,
-            put(f"{LAYER}.comfy_quant", text([1])),
-            f"'{LAYER}.comfy_quant' is not the JSON of a format",
-        ),
-        (
-            ScaledForm.NEW,
-            put("blocks.0.ffn.1.comfy_quant", text({"format": "float8_e4m3fn"})),
-            "has 'blocks.0.ffn.1.comfy_quant' without the weight that it belongs to",
-        ),
-        (
-            ScaledForm.NEW,
-            put(f"{LAYER}.bias", torch.ones(64, dtype=torch.int8)),
-            f"'{LAYER}.bias' as I8, which is not supported",
-        ),
-    ],
-)
-def test_odd_scaled_file_is_refused(
-    form: ScaledForm, change: Callable[[dict[str, Tensor]], None], words: str, tmp_path: Path
-) -> None:
+ODD: dict[str, tuple[ScaledForm, Callable[[dict[str, Tensor]], None], str]] = {
+    "no scale": (
+        ScaledForm.NEW,
+        remove(f"{LAYER}.weight_scale"),
+        f"the scaled weight '{LAYER}.weight' has no scale beside it (scale_weight or weight_scale)",
+    ),
+    "scales of rows": (
+        ScaledForm.OLD,
+        put(f"{LAYER}.scale_weight", torch.ones(64)),
+        f"the scale '{LAYER}.scale_weight' is F32 [64]; only one float for the whole weight is supported",
+    ),
+    "two scales": (
+        ScaledForm.NEW,
+        put(f"{LAYER}.scale_weight", torch.tensor(1.0)),
+        f"has both '{LAYER}.scale_weight' and '{LAYER}.weight_scale'",
+    ),
+    "format of another type": (
+        ScaledForm.NEW,
+        put(f"{LAYER}.weight", torch.ones(64, 128)),
+        f"'{LAYER}.weight' as 'float8_e4m3fn' in F32, which is not supported",
+    ),
+    "scaled vector": (
+        ScaledForm.OLD,
+        put("blocks.0.norm3.scale_weight", torch.tensor(1.0)),
+        "'blocks.0.norm3.weight' is BF16 [128] and has a scale, which only matrices in fp8 may have",
+    ),
+    "another format": (
+        ScaledForm.NEW,
+        put(f"{LAYER}.comfy_quant", text({"format": "nvfp4"})),
+        f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported; choose an fp8",
+    ),
+    "nvfp4": (
+        ScaledForm.OLD,
+        put(f"{LAYER}.weight_scale_2", torch.tensor(1.0)),
+        f"'{LAYER}.weight' as 'nvfp4' in F8_E4M3, which is not supported",
+    ),
+    "no format": (
+        ScaledForm.NEW,
+        put(f"{LAYER}.comfy_quant", text([1])),
+        f"'{LAYER}.comfy_quant' is not the JSON of a format",
+    ),
+    "format without weight": (
+        ScaledForm.NEW,
+        put("blocks.0.ffn.1.comfy_quant", text({"format": "float8_e4m3fn"})),
+        "has 'blocks.0.ffn.1.comfy_quant' without the weight that it belongs to",
+    ),
+    "int8 bias": (
+        ScaledForm.NEW,
+        put(f"{LAYER}.bias", torch.ones(64, dtype=torch.int8)),
+        f"'{LAYER}.bias' as I8, which is not supported",
+    ),
+    "extra tensor": (
+        ScaledForm.OLD,
+        put("blocks.0.extra", torch.ones(1)),
+        "has 1 tensors that a supported Wan model does not have, 'blocks.0.extra'",
+    ),
+    "missing tensor": (
+        ScaledForm.OLD,
+        remove("blocks.0.ffn.2.bias"),
+        "lacks 1 tensors, the first is blocks.0.ffn.2.bias",
+    ),
+}
+"""By name: a form, how it is changed, and what the sentence says."""
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_scaled_file_is_refused(case: str, tmp_path: Path) -> None:
+    form, change, words = ODD[case]
     path = scaled(tmp_path / "m.safetensors", change, form)
     assert words in refusal(lambda: recognise(path))
 
@@ -529,7 +561,7 @@ def test_quantisation_metadata_that_cannot_be_read_is_refused(
 
 
 STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
-STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA")
+STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA", "scaled-odd")
 
 
 def write_stock_forms(folder: Path) -> None:
@@ -543,10 +575,17 @@ def write_stock_forms(folder: Path) -> None:
         write_fp8(folder / f"plain-{name}.safetensors", weights, dtype, only_matrices=False)
     for form in (ScaledForm.OLD, ScaledForm.METADATA):
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
+    write_odd_scaled_fp8(folder / "scaled-odd.safetensors", weights)
+    (folder / "odd").mkdir()
+    for name, (form, change, _) in ODD.items():
+        scaled(folder / "odd" / f"{name}.safetensors", change, form)
 
 
 def write_comfyui_results(folder: Path) -> None:
-    """Weights and guided velocity as ComfyUI has them, of each file in `folder`; run in a process of its own."""
+    """Weights and guided velocity as ComfyUI has them, of each file in `folder`; run in a process of its own.
+
+    Of the files that we refuse, the names of those that it runs with.
+    """
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
@@ -571,6 +610,23 @@ def write_comfyui_results(folder: Path) -> None:
             )
         results[f"{name}/velocity"] = uncond + 5.0 * (cond - uncond)
     save_file(results, folder / "results.safetensors")
+    runs = []
+    for path in (folder / "odd").iterdir():
+        with contextlib.suppress(Exception), torch.no_grad():
+            loaded = comfy.sd.load_diffusion_model(str(path))
+            loaded.model.diffusion_model(inputs.noisy, time, inputs.cond)
+            runs.append(path.stem)
+    (folder / "runs.json").write_text(json.dumps(runs))
+
+
+def test_weight_without_scale_is_named(forms: Mapping[str, Form]) -> None:
+    for name, form in forms.items():
+        handle = ModelHandle(
+            path=str(form.path), dtype="auto", mesh="single", devices="cpu:1", compile=False
+        )
+        notes = resolve_model(handle, visible_cuda=0).notes
+        said = (f"odd.safetensors has no scale for '{ODD_WEIGHTS[0]}'; 1 is taken",)
+        assert notes == (said if name == "odd" else ())
 
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
@@ -585,6 +641,11 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
         assert len(matrices) > 10
         for path, matrix in matrices.items():
             assert torch.equal(matrix, results[f"{name}/{path}"]), (name, path)
+    runs = set(json.loads((tmp_path / "runs.json").read_text()))
+    assert runs < ODD.keys()
+    differences = (REPO / "docs" / "differences.md").read_text()
+    listed = re.findall(r"test_odd_scaled_file_is_refused` \[([^]]+)\]", differences)
+    assert {case for cases in listed for case in cases.split(", ")} == runs
 
 
 if __name__ == "__main__":

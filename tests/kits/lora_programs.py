@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import WanDistError
-from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec
+from comfy_wan_dist.model_file.header import read_model_file
+from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.mesh_runs import (
+    Case,
     Inputs,
     LocalJob,
     Schedule,
@@ -72,6 +75,20 @@ def run_specs(
         }
         runs.append(RunOnRank(result=result, bytes_read=stats.bytes_read, digests=digests))
     return runs
+
+
+def merged_weights(spec: ModelSpec, *loras: LoraSpec) -> dict[str, Tensor]:
+    """The parameters that one process holds after a job with `loras` merged besides those of the spec."""
+    spec = replace(spec, loras=(*spec.loras, *loras))
+    inputs = Case(name="any", frames=1, height=4, width=4).inputs(
+        read_wan_file(read_model_file(spec.path)).shape
+    )
+    runner, agreement = build_local_runner(0, "single")
+    one_step = Schedule(solver="euler", sigmas=(0.7, 0.0), guidance=1.0)
+    run_on(runner, agreement, "single", spec, inputs, one_step)
+    assert runner._transformers.model.held is not None
+    held = runner._transformers.model.held.loaded.model
+    return {name: value.detach().clone() for name, value in held.named_parameters()}
 
 
 def run_on(

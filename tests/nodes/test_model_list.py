@@ -7,27 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from model_folders import INDEX, SHARDS, WHOLE, touch, touch_pipeline
 
 from comfy_wan_dist.model_file.offered import folder_named, listed_names
-
-SHARDS = [f"diffusion_pytorch_model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-INDEX = "diffusion_pytorch_model.safetensors.index.json"
-WHOLE = "diffusion_pytorch_model.safetensors"
-
-
-def touch(folder: Path, *names: str) -> Path:
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    return folder
-
-
-def touch_pipeline(folder: Path) -> Path:
-    parts = [f"transformer/{name}" for name in (*SHARDS, INDEX)]
-    return touch(
-        folder, "model_index.json", f"vae/{WHOLE}", "text_encoder/model.safetensors", *parts
-    )
 
 
 def files_below(*roots: Path) -> list[str]:
@@ -91,6 +73,12 @@ def test_pipeline_is_listed_for_what_it_has(root: Path, tmp_path: Path) -> None:
         "part/",
         both[0],
     ]
+
+
+def test_variant_of_diffusers_is_listed_as_a_folder(tmp_path: Path) -> None:
+    shards = [name.replace("model-", "model.fp16-") for name in SHARDS]
+    touch(tmp_path / "fp16", *shards, "diffusion_pytorch_model.safetensors.index.fp16.json")
+    assert listed(tmp_path) == ["fp16/"]
 
 
 def test_every_listed_folder_is_found(root: Path, tmp_path: Path) -> None:

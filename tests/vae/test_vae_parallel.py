@@ -7,10 +7,14 @@ and repeated. Not covered: CUDA and NCCL.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import vae_programs
 from rank_programs import Fault, with_fault
+from safetensors.torch import load_file, save_file
 from vae_kit import (
     CONFIG,
     DECODE,
@@ -38,6 +42,7 @@ from devtools.vae_runs import (
     joined,
     make_inputs,
     vae_rank,
+    vae_spec,
 )
 
 ROWS, COLUMNS = SpaceAxis.ROWS, SpaceAxis.COLUMNS
@@ -376,6 +381,33 @@ def test_bad_input_is_refused_before_anything_is_sent(rank_pool: RankPool, spec:
             assert end.stats.ledger == ()
             assert torch.isnan(end.result).all()
     assert {end.error for end in good} == {"no error"}
+
+
+@pytest.mark.parametrize("mesh", ["single", "cfg2"])
+def test_values_that_overflow_are_said_with_the_dtype_to_take(
+    mesh: str, rank_pool: RankPool, spec: VAESpec, tmp_path: Path
+) -> None:
+    """Weights that are fine in bfloat16 and not in float16, in the residual blocks of both directions."""
+    weights = load_file(spec.path)
+    for name, weight in weights.items():
+        if name.endswith("residual.6.weight"):
+            weight *= 3e4
+    save_file(weights, tmp_path / "vae.safetensors")
+    narrow = replace(vae_spec(tmp_path / "vae.safetensors"), dtype="float16")
+    inputs = make_inputs(CONFIG, SMALL)
+    jobs = (
+        VAEJob(latent=inputs.latent),
+        VAEJob(latent=inputs.latent, dtype=torch.uint8),
+        VAEJob(frames=inputs.frames),
+    )
+    for ends in run_jobs(rank_pool, mesh, narrow, *jobs):
+        for end in ends:
+            assert end.error == (
+                "ConfigError: the VAE made NaN or infinite values in float16; set vae_dtype to bfloat16 or float32, or "
+                "check that its file is whole"
+            )
+    for ends in run_jobs(rank_pool, mesh, replace(narrow, dtype="bfloat16"), *jobs):
+        assert {end.error for end in ends} == {"no error"}
 
 
 def test_lack_of_memory_is_an_answer_and_the_next_job_runs(

@@ -1,6 +1,7 @@
 """Stream a rank's own part of the weights out of a file: of each parameter its rows and columns, as the file has them.
 
-Peak memory is the rank's own shard and one read buffer.
+Peak memory is the rank's own shard and one read buffer, and where values are unpacked on their way its part of one
+parameter in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS
+from comfy_wan_dist.mesh.dtypes import BLOCKS, FLOATS, PACKINGS
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.model_file.encoding import StoredTensor
 from comfy_wan_dist.model_file.wan import WanFile
@@ -74,6 +75,11 @@ class ParameterPart:
 
     def load(self, reader: SharedReader) -> None:
         """Fill the rank's memory with what the file has."""
+        if self.packed is None and (self.stored.scale or self.stored.entry.dtype in BLOCKS):
+            if self.target.numel():
+                values = self.read(reader, self.rows, self.own_columns)
+                self.write(values, self.rows, self.own_columns)
+            return
         target, entry, packed = self.target, self.stored.entry, self.packed
         columns, peer_columns = self.columns, self.peer_columns
         if packed is not None:
@@ -95,6 +101,12 @@ class ParameterPart:
         """Any rows and columns of the parameter as the file has them, float32."""
         entry, device = self.stored.entry, self.target.device
         holders = self.holders(reader.groups)
+        if entry.dtype in BLOCKS and not self.stored.is_packed:
+            # Small, and its rows may be no whole blocks.
+            data = torch.zeros(1, entry.size, dtype=torch.uint8, device=device)
+            reader.read_into(data, replace(entry, dtype="U8", shape=(entry.size,)), holders=holders)
+            values = unpack_blocks(data, entry.dtype).view(entry.shape[0], -1)
+            return values[rows.start : rows.stop, columns.start : columns.stop].contiguous()
         if entry.dtype in BLOCKS:
             packing = PACKINGS[entry.dtype]
             part = stored_of(columns, packing)
@@ -113,7 +125,11 @@ class ParameterPart:
             # Packed again, the tp ranks' columns are of whole blocks, and not as many on each.
             peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
         )
-        return values if self.stored.scale is None else values.mul_(self._scale(reader))
+        if self.stored.scale is not None:
+            if entry.dtype in FLOATS:  # ComfyUI makes it fp8 first
+                values = values.to(torch.float8_e4m3fn).float()
+            values.mul_(self._scale(reader))
+        return values
 
     def _scale(self, reader: SharedReader) -> float:
         """The weight's scale. `reader` keeps ModelFileError for one that no weight can have."""

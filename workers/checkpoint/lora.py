@@ -51,7 +51,7 @@ def read_changes(loras: Sequence[LoraSpec], files: ModelFiles, shape: WanShape) 
     """What `loras` change in a model of `shape`. Reads headers only. Raises ModelFileError."""
     changes: dict[str, tuple[Change, ...]] = {}
     for lora in loras:
-        file = read_lora(files.read(lora), shape)
+        file = read_lora(files.read(lora), shape, half=lora.half)
         for parameter, patch in file.patches.items():
             change = Change(lora=lora, label=file.label, patch=patch)
             changes[parameter] = (*changes.get(parameter, ()), change)

@@ -125,17 +125,22 @@ def decode_chunks_into(
     """Decode this device's share of latent [B, C, T, h, w] (raw VAE space) into its share of `frames`.
 
     Both are as `validate_decode` has them. Each sample goes through alone, so memory is that of one. With tiles each
-    chunk comes several times, and what is yielded grows by less than a frame each time.
+    chunk comes several times, and what is yielded grows by less than a frame each time. Raises ConfigError at the end
+    if what was made is not finite.
     """
     writer = build_writer(device)
+    total = torch.zeros((), device=device)  # NaN once one of the clamped values is
     rows, columns = pixels_of(share.rows), pixels_of(share.columns)
     videos = frames.unflatten(0, (latent.shape[0], -1))[:, :, rows, columns]
     parts = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
     decode = decode_whole if share.tiling is None else decode_tiles
     for index, (part, video) in enumerate(zip(parts, videos, strict=True)):
         for made, end in decode(vae, part, video, share, device):
+            if made is not None:
+                total += made.pictures.sum(dtype=torch.float32)
             yield writer.put(made, index * latent.shape[2] + end)
     yield from writer.finish()
+    require_finite(total, vae)
 
 
 Decoded = Iterator[tuple[Made | None, int]]
@@ -199,10 +204,23 @@ def as_frames(pixels_bcfhw: Tensor) -> Tensor:
 def encode_chunks_into(
     vae: WanVAE, frames: Tensor, latent: Tensor, *, share: VAEShare, device: torch.device
 ) -> Iterator[int]:
-    """Encode this device's share of `frames` to its share of the raw latent, as `validate_encode` has them."""
+    """Encode this device's share of `frames` to its share of the raw latent, as `validate_encode` has them.
+
+    Raises ConfigError at the end if that is not finite.
+    """
     part = latent[:, :, :, as_slice(share.rows), as_slice(share.columns)]
     encode = encode_whole if share.tiling is None else encode_tiles
-    return encode(vae, frames, part, share, device)
+    yield from encode(vae, frames, part, share, device)
+    for chunk in share.chunks:
+        require_finite(part[:, :, as_slice(chunk)], vae)
+
+
+def require_finite(values: Tensor, vae: WanVAE) -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise ConfigError(
+            f"the VAE made NaN or infinite values in {str(vae.dtype).removeprefix('torch.')}; set vae_dtype to "
+            "bfloat16 or float32, or check that its file is whole"
+        )
 
 
 def encode_whole(
