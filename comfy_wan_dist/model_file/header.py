@@ -114,6 +114,7 @@ def content_of(file: ModelFile) -> str:
 
 def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Tensors and metadata."""
+    size = path.stat().st_size
     try:
         with path.open("rb") as file, safe_open(path, framework="numpy") as checked:
             metadata = checked.metadata() or {}
@@ -142,7 +143,8 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         RecursionError,
     ) as error:
         raise ModelFileError(
-            f"{path.name} is truncated, damaged or no safetensors file ({shown(str(error))}); download it again"
+            f"{path.name}, of {size} bytes, is truncated, damaged or no safetensors file ({shown(str(error))}); download "
+            "it again"
         ) from error
     if len(entries) > MAX_TENSORS:
         raise ModelFileError(

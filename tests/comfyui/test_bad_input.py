@@ -218,7 +218,7 @@ def test_mesh_that_does_not_fit_is_refused(
         ("vae_as_model.safetensors", ["looks like a VAE", "TI2V-5B"]),
         ("truncated.safetensors", ["truncated", "download it again"]),
         ("garbage.safetensors", ["garbage.safetensors", "no safetensors file"]),
-        ("empty.safetensors", ["0 bytes", "download it again"]),
+        ("empty.safetensors", ["of 0 bytes", "download it again"]),
         ("pickled.pt", ["not a .safetensors or .gguf file", "convert"]),
         ("missing.safetensors", ["lacks 1 tensors", "blocks.0.ffn.2.weight"]),
         ("wrong_shape.safetensors", ["blocks.0.ffn.2.weight", "[512, 1000]", "[512, 1024]"]),

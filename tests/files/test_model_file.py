@@ -111,7 +111,7 @@ def test_item_sizes_are_those_of_the_format(file: Path) -> None:
 def test_file_shorter_than_a_length_is_refused(file: Path, size: int) -> None:
     file.write_bytes(b"\0" * size)
     message = refusal(lambda: read_model_file(str(file)))
-    assert message.startswith("model.safetensors is truncated, damaged or no safetensors file (")
+    assert message.startswith(f"model.safetensors, of {size} bytes, is truncated, damaged")
     assert message.endswith("; download it again")
 
 
@@ -119,7 +119,7 @@ def test_file_shorter_than_a_length_is_refused(file: Path, size: int) -> None:
 def test_header_longer_than_the_file_is_refused(file: Path, length: int) -> None:
     write_raw(file, {}, length=length)
     message = refusal(lambda: read_model_file(str(file)))
-    assert message.startswith("model.safetensors is truncated, damaged or no safetensors file (")
+    assert "bytes, is truncated, damaged or no safetensors file (" in message
 
 
 def test_header_over_the_limit_is_refused_without_being_read(file: Path) -> None:
