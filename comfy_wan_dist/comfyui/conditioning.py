@@ -21,6 +21,13 @@ from .latent import latent_format, resize_latent
 MASK_CHANNELS = 4
 Conditioning = Sequence[Sequence[Any]]
 IMAGE_KEYS = ("concat_latent_image", "concat_mask")
+APPLIED = {
+    **dict.fromkeys(("area", "mask", "control", "hooks", "gligen", "default", "model_conds")),
+    **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask")),
+    **dict.fromkeys(("concat_mask_index", "start_percent", "clip_start_percent"), 0),
+    **dict.fromkeys(("end_percent", "clip_end_percent"), 1),
+}
+"""What ComfyUI applies with every model, or with Wan, and the value at which it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +56,9 @@ def read_prompt(
 def prompt_embedding(
     conditioning: Conditioning, *, label: str, text_dim: int, takes_image: bool = False
 ) -> Tensor:
-    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for.
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for what else would change the result.
 
-    takes_image: an image conditioning may come along.
+    takes_image: an image conditioning may come along. Other keys are left out, as ComfyUI does for Wan.
     """
     if len(conditioning) != 1:
         raise ConfigError(
@@ -59,15 +66,14 @@ def prompt_embedding(
             "CLIPTextEncode and leave out ConditioningCombine and scheduling"
         )
     embedding, options = conditioning[0][0], conditioning[0][1]
-    defaults = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
-    extra = sorted(
+    applied = APPLIED if takes_image else {**APPLIED, **dict.fromkeys(IMAGE_KEYS)}
+    extra = [
         key
-        for key, value in options.items()
-        if value is not None
-        and key != "pooled_output"
-        and not (takes_image and key in IMAGE_KEYS)
-        and not (isinstance(value, (int, float)) and value == defaults.get(key))
-    )
+        for key, neutral in applied.items()
+        if (value := options.get(key)) is not None and value != neutral
+    ]
+    if options.get("strength") == 0:  # of one entry, any other counts alike
+        extra.append("strength")
     if extra:
         raise ConfigError(
             f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "

@@ -591,7 +591,7 @@ def test_prompt_with_several_entries_is_refused(
             ["area"],
         ),
         ("ConditioningSetTimestepRange", {"start": 0.0, "end": 0.5}, ["end_percent"]),
-        ("ConditioningSetAreaStrength", {"strength": 0.5}, ["strength"]),
+        ("ConditioningSetAreaStrength", {"strength": 0.0}, ["strength"]),
     ],
 )
 def test_prompt_with_conditions_is_refused(

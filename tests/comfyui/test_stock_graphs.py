@@ -1,33 +1,45 @@
 """Graphs as people have them: what stock ComfyUI runs gives the same latent here, beside the stock nodes.
 
-Covered: inputs that are linked. What is refused on purpose is listed in docs/differences.md.
+Covered: inputs that are linked, conditioning with more in it.
+What is refused on purpose is listed in docs/differences.md.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import graphs
 import pytest
 import torch
-from comfy_kit import latent_of, succeed
+from comfy_kit import error_of, latent_of, succeed
 from graphs import (
     LORAS,
+    MODELS,
     Graph,
     image_to_video,
     node,
 )
 from safetensors.torch import save_file
+from torch import Tensor
 
 from comfy_wan_dist.mesh.parameters import expected_parameters
-from devtools.checkpoints import TINY_TRANSFORMER
+from comfy_wan_dist.mesh.shape import WanShape
+from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
 from devtools.loras import plain_lora, spelled
+from devtools.mesh_runs import relative_error
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
 
 LORA = "linked.safetensors"
+T2V = WanShape(dim=256, ffn_dim=512, num_layers=2, in_dim=16, out_dim=16)
+SHAPES = {"graph_t2v.safetensors": T2V, "graph_i2v.safetensors": replace(T2V, in_dim=36)}
+T2V_FILE, I2V_FILE = SHAPES
+LOW_NOISE_FILE = "graph_low_noise.safetensors"
+STOCK_LIMIT = 1e-3
 ANY, COMBO = range(2)
 """Outputs of LinkedValue."""
 
@@ -37,7 +49,57 @@ def server(comfy: ComfyServer) -> ComfyServer:
     graphs.write_files(comfy.base)
     lora = spelled(plain_lora(expected_parameters(TINY_TRANSFORMER), seed=6), "comfyui")
     save_file(lora, comfy.base / LORAS / LORA)
+    for seed, (name, shape) in enumerate([*SHAPES.items(), (LOW_NOISE_FILE, T2V)]):
+        if not (comfy.base / MODELS / name).exists():
+            write_transformer(comfy.base / MODELS / name, shape, seed=seed)
     return comfy
+
+
+def both_models(file: str) -> Graph:
+    """A model for stock nodes and for ours, two prompts, and an image."""
+    own = image_to_video(model=file)
+    return {
+        **{name: own[name] for name in ("model", "positive", "negative", "image")},
+        "stock": node("UNETLoader", unet_name=file, weight_dtype="default"),
+        "shifted": node("ModelSamplingSD3", model=["stock", 0], shift=5.0),
+    }
+
+
+def add_both(graph: Graph, name: str, **inputs: Any) -> None:
+    """A stock KSampler and ours that differ in their models only, and what saves their results."""
+    inputs = {
+        "steps": 3,
+        "cfg": 3.0,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "denoise": 1.0,
+        "positive": ["positive", 0],
+        "negative": ["negative", 0],
+        **inputs,
+    }
+    graph[f"stock {name}"] = node("KSampler", model=["shifted", 0], **inputs)
+    graph[f"own {name}"] = node("WanDistSampler", model=["model", 0], shift=5.0, **inputs)
+    for kind in ("stock", "own"):
+        graph[f"save {kind} {name}"] = graphs.save_latent(f"{kind} {name}")
+
+
+def compare(server: ComfyServer, graph: Graph, *names: str) -> dict[str, Tensor]:
+    """Run the graph; both samplers of each name must have the same result, which is returned."""
+    result = succeed(server, graph)
+    results = {}
+    for name in names:
+        own, stock = (latent_of(server, result, f"save {kind} {name}") for kind in ("own", "stock"))
+        error = relative_error(own, stock)
+        print(f"{name}: {error:.1e}")
+        assert error <= STOCK_LIMIT, name
+        results[name] = own
+    return results
+
+
+def image_conditions(**size: int) -> dict[str, Any]:
+    """Inputs of WanImageToVideo and the like for the node "image"."""
+    ends = {"positive": ["positive", 0], "negative": ["negative", 0], "vae": ["vae", 0]}
+    return {**ends, "start_image": ["image", 0], "batch_size": 1, **size}
 
 
 # ---- linked inputs
@@ -88,3 +150,84 @@ def test_linked_inputs_give_what_constants_give_and_are_cached(
     # A second time ComfyUI finds every node in its cache.
     (cached,) = succeed(server, linked).of_kind("execution_cached")
     assert set(cached.data["nodes"]) == linked.keys()
+
+
+# ---- conditioning with more in it
+
+
+def more(source: str, key: str, value: object) -> dict[str, Any]:
+    text = value if value in ("clip", "drop") else json.dumps(value)
+    return node("MoreConditioning", conditioning=[source, 0], key=key, value=text)
+
+
+def test_what_a_model_does_not_use_is_left_out_as_stock_does(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    graph["guidance"] = node("FluxGuidance", conditioning=["positive", 0], guidance=3.5)
+    graph["strength"] = node(
+        "ConditioningSetAreaStrength", conditioning=["guidance", 0], strength=0.5
+    )
+    graph["width"] = more("strength", "width", 1024)
+    graph["foreign"] = more("width", "foreign_pack", {"any": [1, 2]})
+    graph["vace"] = more("foreign", "vace_strength", [0.5])
+    graph["clip"] = more("vace", "clip_vision_output", "clip")
+    graph["reference"] = node("ReferenceLatent", conditioning=["clip", 0], latent=["own plain", 0])
+    given = {"latent_image": ["latent", 0], "seed": seed}
+    add_both(graph, "plain", **given)
+    graph["negative clip"] = more("negative", "clip_vision_output", "clip")
+    add_both(graph, "more", **given, positive=["reference", 0], negative=["negative clip", 0])
+    results = compare(server, graph, "plain", "more")
+    assert relative_error(results["more"], results["plain"]) <= STOCK_LIMIT
+
+
+def test_clip_vision_behind_an_image_is_left_out_as_stock_does(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models(I2V_FILE)
+    graph["vae"] = node("RandomVAE")
+    graph["i2v"] = node("WanImageToVideo", **image_conditions(width=48, height=32, length=5))
+    graph["clip"] = more("i2v", "clip_vision_output", "clip")
+    graph["guidance"] = node("FluxGuidance", conditioning=["clip", 0], guidance=3.5)
+    add_both(graph, "clip", seed=seed, latent_image=["i2v", 2], positive=["guidance", 0])
+    compare(server, graph, "clip")
+
+
+def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    graph["solid"] = node("SolidMask", value=0.5, width=48, height=32)
+    cases: dict[str, dict[str, Any]] = {
+        "area": node(
+            "ConditioningSetArea",
+            conditioning=["positive", 0],
+            width=64,
+            height=64,
+            x=0,
+            y=0,
+            strength=1.0,
+        ),
+        "mask": node(
+            "ConditioningSetMask",
+            conditioning=["positive", 0],
+            mask=["solid", 0],
+            strength=1.0,
+            set_cond_area="default",
+        ),
+        "end_percent": node(
+            "ConditioningSetTimestepRange", conditioning=["positive", 0], start=0.0, end=0.5
+        ),
+        "strength": node("ConditioningSetAreaStrength", conditioning=["positive", 0], strength=0.0),
+        "start_percent": more("positive", "start_percent", 0.1),
+        **{
+            key: more("positive", key, [1])
+            for key in ("control", "hooks", "gligen", "time_dim_concat", "noise_concat")
+        },
+    }
+    for key, changed in cases.items():
+        used = {**graph, "changed": changed}
+        add_both(used, "it", seed=seed, latent_image=["latent", 0], positive=["changed", 0])
+        del used["stock it"], used["save stock it"]
+        message = error_of(server.run(used)).data["exception_message"]
+        assert f"the positive conditioning carries {key}, which" in message
