@@ -1,6 +1,6 @@
 """Graphs as people have them: what stock ComfyUI runs gives the same latent here, beside the stock nodes.
 
-Covered: inputs that are linked, conditioning with more in it.
+Covered: inputs that are linked, conditioning with more in it, sizes.
 What is refused on purpose is listed in docs/differences.md.
 """
 
@@ -13,13 +13,16 @@ from typing import Any
 import graphs
 import pytest
 import torch
-from comfy_kit import error_of, latent_of, succeed
+from comfy_kit import error_of, latent_of, succeed, tensors_of
 from graphs import (
     LORAS,
+    MODEL,
     MODELS,
+    VAE,
     Graph,
     image_to_video,
     node,
+    save_tensors,
 )
 from safetensors.torch import save_file
 from torch import Tensor
@@ -231,3 +234,61 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
         del used["stock it"], used["save stock it"]
         message = error_of(server.run(used)).data["exception_message"]
         assert f"the positive conditioning carries {key}, which" in message
+
+
+# ---- sizes
+
+
+def test_odd_latent_sides_are_padded_as_stock_does(server: ComfyServer, seed: int) -> None:
+    """16 channels: 72x40 pixels are 9x5 values, 45 tokens; given frames in a second run."""
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=72, height=40, length=9, batch_size=2)
+    graph["one odd"] = node("EmptyHunyuanLatentVideo", width=64, height=40, length=5, batch_size=1)
+    add_both(graph, "odd", latent_image=["latent", 0], seed=seed)
+    add_both(graph, "one odd", latent_image=["one odd", 0], seed=seed, sampler_name="uni_pc")
+    add_both(graph, "again", latent_image=["stock odd", 0], seed=seed, denoise=0.5)
+    results = compare(server, graph, "odd", "one odd", "again")
+    assert results["odd"].shape == (2, 16, 3, 5, 9)
+
+
+def test_odd_latent_sides_with_an_image_are_padded_as_stock_does(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models(I2V_FILE)
+    graph["vae"] = node("RandomVAE")
+    graph["i2v"] = node("WanImageToVideo", **image_conditions(width=72, height=40, length=5))
+    ends = {"positive": ["i2v", 0], "negative": ["i2v", 1], "latent_image": ["i2v", 2]}
+    add_both(graph, "odd", seed=seed, **ends)
+    compare(server, graph, "odd")
+
+
+def test_all_nodes_take_the_sizes_that_stock_takes(server: ComfyServer, seed: int) -> None:
+    """TI2V: linked sizes and API users send any; the latent, the sampler and the decoder agree with the stock nodes."""
+    graph = both_models(MODEL)
+    graph["vae"] = node("SmallVAELoader", vae_name=VAE)
+    names = []
+    for width, height, has_image in ((80, 48, True), (90, 57, True), (90, 57, False)):
+        name = f"{width}x{height} {has_image}"
+        names.append(name)
+        size = {"width": width, "height": height, "length": 5, "batch_size": 1}
+        if has_image:
+            size["start_image"] = ["image", 0]  # type: ignore[assignment]
+        own = {"model": ["model", 0], "vae_name": VAE, "vae_dtype": "float32"}
+        graph[f"latent {name}"] = node("WanDistImageToVideoLatent", **own, **size)
+        graph[f"stock latent {name}"] = node("Wan22ImageToVideoLatent", vae=["vae", 0], **size)
+        add_both(graph, name, latent_image=[f"stock latent {name}", 0], seed=seed)
+        samples = [f"own {name}", 0]
+        graph[f"images {name}"] = node("WanDistVAEDecode", samples=samples, **own)
+        graph[f"stock images {name}"] = node("VAEDecode", samples=samples, vae=["vae", 0])
+    latents = [f"{kind}latent {name}" for name in names for kind in ("", "stock ")]
+    images = [f"{kind}images {name}" for name in names for kind in ("", "stock ")]
+    graph = save_tensors(graph, latent=latents, images=images)
+    result = succeed(server, graph)
+    for name in names:
+        latent, other = (tensors_of(server, result, f"{k}latent {name}") for k in ("", "stock "))
+        torch.testing.assert_close(latent, other, rtol=0, atol=1e-5)
+        pixels, others = (
+            tensors_of(server, result, f"{k}images {name}")["images"] for k in ("", "stock ")
+        )
+        torch.testing.assert_close(pixels, others, rtol=0, atol=1e-4)
+    compare(server, graph, *names)
