@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ipc.errors import ConfigError
 from ..mesh.shape import WanShape
-from .latent import latent_format, resize_latent
+from .latent import SamplingTensors, latent_format, resize_latent
 
 MASK_CHANNELS = 4
 Conditioning = Sequence[Sequence[Any]]
@@ -39,17 +39,18 @@ class Prompt:
 
 
 def read_prompt(
-    conditioning: Conditioning, shape: WanShape, latent: Tensor, *, label: str
+    conditioning: Conditioning, shape: WanShape, tensors: SamplingTensors, *, label: str
 ) -> Prompt:
-    """The prompt for a latent [B, C, T, h, w]. Raises ConfigError for what the model does not take."""
+    """The prompt for a job's latent and mask. Raises ConfigError for what the model does not take."""
     takes_image = shape.image_dim > 0
     text = prompt_embedding(
         conditioning, label=label, text_dim=shape.text_dim, takes_image=takes_image
     )
-    options = conditioning[0][1]
+    # As in ComfyUI an image counts where the video is given, unless it has a mask of its own.
+    options = {"concat_mask": tensors.mask, **conditioning[0][1]}
     conditions = {}
     if takes_image:
-        conditions["image"] = _image_channels(options, shape, latent, label=label)
+        conditions["image"] = _image_channels(options, shape, tensors.noisy, label=label)
     return Prompt(text=text, conditions=conditions)
 
 

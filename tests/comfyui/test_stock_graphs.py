@@ -1,6 +1,6 @@
 """Graphs as people have them: what stock ComfyUI runs gives the same latent here, beside the stock nodes.
 
-Covered: inputs that are linked, conditioning with more in it, sizes.
+Covered: inputs that are linked, conditioning with more in it, sizes, masks.
 What is refused on purpose is listed in docs/differences.md.
 """
 
@@ -97,6 +97,16 @@ def compare(server: ComfyServer, graph: Graph, *names: str) -> dict[str, Tensor]
         assert error <= STOCK_LIMIT, name
         results[name] = own
     return results
+
+
+def all_differ(results: dict[str, Tensor]) -> bool:
+    latents = list(results.values())
+    return all(
+        relative_error(one, other) > 10 * STOCK_LIMIT
+        for index, one in enumerate(latents)
+        for other in latents[:index]
+        if one.shape == other.shape
+    )
 
 
 def image_conditions(**size: int) -> dict[str, Any]:
@@ -292,3 +302,58 @@ def test_all_nodes_take_the_sizes_that_stock_takes(server: ComfyServer, seed: in
         )
         torch.testing.assert_close(pixels, others, rtol=0, atol=1e-4)
     compare(server, graph, *names)
+
+
+# ---- masks and presets
+
+
+def test_masks_on_models_of_16_channels_are_those_of_stock(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    graph["empty"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=9, batch_size=1)
+    graph["solid"] = node("SolidMask", value=0.7, width=24, height=16)
+    graph["part"] = node("SolidMask", value=0.0, width=48, height=32)
+    graph["mask"] = node(
+        "MaskComposite",
+        destination=["part", 0],
+        source=["solid", 0],
+        x=10,
+        y=5,
+        operation="add",
+    )
+    for name, samples in (("zero", "empty"), ("video", "own video")):
+        graph[f"masked {name}"] = node("SetLatentNoiseMask", samples=[samples, 0], mask=["mask", 0])
+    given = {"latent_image": ["masked video", 0], "seed": seed + 1}
+    add_both(graph, "video", latent_image=["empty", 0], seed=seed)
+    add_both(graph, "euler", **given)
+    add_both(graph, "uni_pc", **given, sampler_name="uni_pc")
+    add_both(graph, "lcm", **given, sampler_name="lcm", cfg=1.0)
+    add_both(graph, "denoise", **given, denoise=0.6)
+    add_both(graph, "zero", latent_image=["masked zero", 0], seed=seed)
+    assert all_differ(compare(server, graph, "video", "euler", "uni_pc", "lcm", "denoise", "zero"))
+
+
+def test_mask_beside_an_image_is_that_of_stock(server: ComfyServer, seed: int) -> None:
+    """Without a mask of its own the image counts where the video is given."""
+    graph = both_models(I2V_FILE)
+    graph["vae"] = node("RandomVAE")
+    graph["i2v"] = node("WanImageToVideo", **image_conditions(width=48, height=32, length=9))
+    graph["bare"] = more("i2v", "concat_mask", "drop")
+    graph["mask"] = node("SolidMask", value=0.7, width=48, height=32)
+    graph["masked"] = node("SetLatentNoiseMask", samples=["i2v", 2], mask=["mask", 0])
+    masked = {"latent_image": ["masked", 0], "seed": seed}
+    add_both(graph, "own mask", **masked, positive=["i2v", 0], negative=["i2v", 1])
+    add_both(graph, "no mask", **masked, positive=["bare", 0], negative=["bare", 0])
+    assert all_differ(compare(server, graph, "own mask", "no mask"))
+
+
+def test_preset_of_a_single_model_is_refused_for_two_experts(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models(T2V_FILE)
+    graph["model"]["inputs"]["low_noise_model"] = LOW_NOISE_FILE
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    add_both(graph, "it", seed=seed, latent_image=["latent", 0])
+    graph["own it"]["inputs"]["few_step"] = "Turbo, 4 steps"
+    message = error_of(server.run(graph)).data["exception_message"]
+    assert "few_step 'Turbo, 4 steps' is for a model with one expert" in message
+    assert "set few_step to off" in message
