@@ -15,9 +15,11 @@ def fit_images(images: Tensor, *, width: int, height: int, multiple: int) -> Ten
 
     They are scaled and centre-cropped to the size, then cropped to multiples of `multiple`.
     """
-    if images.dim() != 4 or 0 in images.shape or images.shape[-1] < 3:
+    is_small = min(width, height) < multiple
+    if images.dim() != 4 or 0 in images.shape or images.shape[-1] < 3 or is_small:
         raise ConfigError(
-            f"the images have shape {list(images.shape)}; they must be [frames, height, width, 3]"
+            f"the images have shape {list(images.shape)}, the video {width}x{height} pixels; images must be [frames, "
+            f"height, width, 3], and a video's sides {multiple} or more"
         )
     scaled = comfy.utils.common_upscale(
         images[..., :3].movedim(-1, 1), width, height, "bilinear", "center"

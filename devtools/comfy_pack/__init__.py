@@ -162,7 +162,8 @@ class LateScheduler:
     def register(self, name: str) -> dict[str, Any]:
         def sigmas(model_sampling: Any, steps: int) -> Tensor:
             top = float(model_sampling.sigma_max)
-            return torch.tensor([top * (1 - index / (steps - 1)) ** 2 for index in range(steps)])
+            falling = [top * (1 - 0.9 * index / (steps - 1)) ** 2 for index in range(steps)]
+            return torch.tensor([*falling, 0.0])
 
         comfy.samplers.SCHEDULER_HANDLERS[name] = comfy.samplers.SchedulerHandler(sigmas)
         if name not in comfy.samplers.KSampler.SCHEDULERS:

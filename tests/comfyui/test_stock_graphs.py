@@ -1,6 +1,6 @@
 """Graphs as people have them: what stock ComfyUI runs gives the same latent here, beside the stock nodes.
 
-Covered: inputs that are linked, conditioning with more in it, sizes, masks.
+Covered: inputs that are linked, conditioning with more in it, sizes, masks, schedulers and SIGMAS.
 What is refused on purpose is listed in docs/differences.md.
 """
 
@@ -357,3 +357,58 @@ def test_preset_of_a_single_model_is_refused_for_two_experts(
     message = error_of(server.run(graph)).data["exception_message"]
     assert "few_step 'Turbo, 4 steps' is for a model with one expert" in message
     assert "set few_step to off" in message
+
+
+# ---- schedulers and SIGMAS
+
+
+def test_schedulers_of_other_packs_are_those_of_stock(server: ComfyServer, seed: int) -> None:
+    """One that comes after our nodes were loaded; and ddim_uniform, which gives 8 steps for 7."""
+    succeed(server, {"late": node("LateScheduler", name="late")})
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    given = {"latent_image": ["latent", 0], "seed": seed}
+    one = dict(graph)
+    add_both(graph, "late", **given, scheduler="late", steps=4)
+    add_both(graph, "late uni_pc", **given, scheduler="late", sampler_name="uni_pc", steps=1)
+    add_both(graph, "more", **given, scheduler="ddim_uniform", steps=7)
+    assert all_differ(compare(server, graph, "late", "late uni_pc", "more"))
+    add_both(one, "one", **given, scheduler="late", steps=1)
+    del one["stock one"], one["save stock one"]
+    message = error_of(server.run(one)).data["exception_message"]
+    assert "scheduler 'late' fails for 1 steps at shift 5: " in message
+    assert "division by zero" in message
+
+
+SIGMAS: tuple[tuple[str, str], ...] = (
+    ("euler", "1.0005,0.7,0.3,0"),
+    ("euler", "1,0.9,0.9,0.5,0.5,0"),
+    ("lcm", "1,0.9,0.9,0.5,0.25"),
+    ("uni_pc", "1.0005,0.8,0.5,0"),
+)
+
+
+def test_sigmas_are_taken_as_stock_takes_them(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    names = []
+    for index, (sampler, values) in enumerate(SIGMAS):
+        name = f"{index}"
+        names.append(name)
+        add_both(graph, name, latent_image=["latent", 0], seed=seed, sampler_name=sampler)
+        graph[f"sigmas {name}"] = node("GivenSigmas", values=values, dims=0)
+        graph[f"solver {name}"] = node("KSamplerSelect", sampler_name=sampler)
+        graph[f"own {name}"]["inputs"]["sigmas"] = [f"sigmas {name}", 0]
+        graph[f"stock {name}"] = node(
+            "SamplerCustom",
+            model=["stock", 0],
+            add_noise=True,
+            noise_seed=seed,
+            cfg=3.0,
+            positive=["positive", 0],
+            negative=["negative", 0],
+            latent_image=["latent", 0],
+            sampler=[f"solver {name}", 0],
+            sigmas=[f"sigmas {name}", 0],
+        )
+    assert all_differ(compare(server, graph, *names))
