@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import graphs
@@ -34,6 +35,7 @@ from devtools.comfy_server import ComfyServer
 from devtools.loras import plain_lora, spelled
 from devtools.mesh_runs import relative_error
 
+DIFFERENCES = Path(__file__).parents[2] / "docs" / "differences.md"
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
 
@@ -119,11 +121,14 @@ def image_conditions(**size: int) -> dict[str, Any]:
 
 
 def all_nodes(seed: int) -> Graph:
-    """A graph with every node of this pack but that which saves conditioning, whose output is a new file."""
+    """A graph with every node of this pack."""
     graph = image_to_video(seed=seed, steps=2, length=5)
     graph["lora"] = node("WanDistLoRA", model=["model", 0], lora_name=LORA, strength=0.5)
     graph["sampler"]["inputs"]["model"] = ["lora", 0]
     graph["save"] = graphs.save_latent("sampler")
+    graph["saved"] = node(
+        "WanDistSaveConditioning", conditioning=["positive", 0], filename_prefix=f"linked/{seed}"
+    )
     size = {"width": 1280, "height": 704, "length": 121, "batch_size": 1}
     graph["plan"] = node("WanDistPlan", **size, steps=20, cfg=5.0, devices="8xH100-SXM")
     return graph
@@ -388,6 +393,25 @@ SIGMAS: tuple[tuple[str, str], ...] = (
 )
 
 
+def use_sigmas(graph: Graph, name: str, values: str) -> None:
+    """Let what `add_both` added sample with these sigmas."""
+    graph[f"sigmas {name}"] = node("GivenSigmas", values=values, dims=0)
+    sigmas = {"sigmas": [f"sigmas {name}", 0]}
+    graph[f"own {name}"]["inputs"].update(sigmas)
+    inputs = graph[f"stock {name}"]["inputs"]
+    graph[f"solver {name}"] = node("KSamplerSelect", sampler_name=inputs["sampler_name"])
+    kept = ("positive", "negative", "latent_image", "cfg")
+    graph[f"stock {name}"] = node(
+        "SamplerCustom",
+        model=["stock", 0],
+        add_noise=True,
+        noise_seed=inputs["seed"],
+        sampler=[f"solver {name}", 0],
+        **sigmas,
+        **{key: inputs[key] for key in kept},
+    )
+
+
 def test_sigmas_are_taken_as_stock_takes_them(server: ComfyServer, seed: int) -> None:
     graph = both_models(T2V_FILE)
     graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
@@ -396,19 +420,76 @@ def test_sigmas_are_taken_as_stock_takes_them(server: ComfyServer, seed: int) ->
         name = f"{index}"
         names.append(name)
         add_both(graph, name, latent_image=["latent", 0], seed=seed, sampler_name=sampler)
-        graph[f"sigmas {name}"] = node("GivenSigmas", values=values, dims=0)
-        graph[f"solver {name}"] = node("KSamplerSelect", sampler_name=sampler)
-        graph[f"own {name}"]["inputs"]["sigmas"] = [f"sigmas {name}", 0]
-        graph[f"stock {name}"] = node(
-            "SamplerCustom",
-            model=["stock", 0],
-            add_noise=True,
-            noise_seed=seed,
-            cfg=3.0,
-            positive=["positive", 0],
-            negative=["negative", 0],
-            latent_image=["latent", 0],
-            sampler=[f"solver {name}", 0],
-            sigmas=[f"sigmas {name}", 0],
-        )
+        use_sigmas(graph, name, values)
     assert all_differ(compare(server, graph, *names))
+
+
+# ---- what is refused on purpose
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    # The changed inputs of both samplers; how the row of docs/differences.md begins.
+    "combined": ({"positive": ["both", 0]}, "a CONDITIONING of several entries"),
+    "area": ({"positive": ["area", 0]}, "areas, masks, time ranges"),
+    "mask": ({"positive": ["covered", 0]}, "areas, masks, time ranges"),
+    "range": ({"positive": ["range", 0]}, "areas, masks, time ranges"),
+    "image": (
+        {"positive": ["i2v", 0]},
+        "an image from WanImageToVideo for a model that takes none",
+    ),
+    "channels": ({"latent_image": ["still", 0]}, "an empty latent of another model's channels"),
+    "rising": ({"sigmas": "0.5,0.75,0"}, "sigmas that rise"),
+    "high": ({"sigmas": "3,1,0"}, "sigmas that rise"),
+    "equal": ({"sigmas": "1,0.5,0.5,0", "sampler_name": "uni_pc"}, "equal neighbours"),
+}
+
+
+def test_what_stock_runs_and_we_refuse_is_listed(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    positive = ["positive", 0]
+    graph["vae"] = node("RandomVAE")
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    graph["still"] = node("EmptyLatentImage", width=48, height=32, batch_size=1)
+    graph["i2v"] = node("WanImageToVideo", **image_conditions(width=48, height=32, length=5))
+    graph["solid"] = node("SolidMask", value=0.5, width=48, height=32)
+    graph["both"] = node(
+        "ConditioningCombine", conditioning_1=positive, conditioning_2=["negative", 0]
+    )
+    graph["area"] = node(
+        "ConditioningSetAreaPercentageVideo",
+        conditioning=positive,
+        width=0.5,
+        height=0.5,
+        temporal=1.0,
+        x=0,
+        y=0,
+        z=0,
+        strength=1.0,
+    )
+    graph["covered"] = node(
+        "ConditioningSetMask",
+        conditioning=positive,
+        mask=["solid", 0],
+        strength=1.0,
+        set_cond_area="default",
+    )
+    graph["range"] = node("ConditioningSetTimestepRange", conditioning=positive, start=0.0, end=0.5)
+    rows = [
+        line.split("|")[1].strip() for line in DIFFERENCES.read_text().splitlines() if "|" in line
+    ]
+    stock, own = dict(graph), {}
+    for name, (changed, row) in REFUSED.items():
+        assert any(each.startswith(row) for each in rows), row
+        own[name] = dict(graph)
+        for target in (stock, own[name]):
+            inputs = {"latent_image": ["latent", 0], "seed": seed, **changed}
+            values = inputs.pop("sigmas", None)
+            add_both(target, name, **inputs)
+            if values is not None:
+                use_sigmas(target, name, values)
+        del stock[f"own {name}"], stock[f"save own {name}"]
+        del own[name][f"stock {name}"], own[name][f"save stock {name}"]
+    succeed(server, stock)
+    for name, each in own.items():
+        error = error_of(server.run(each)).data
+        assert error["node_id"] == f"own {name}"
+        assert error["exception_type"].endswith("ConfigError"), error
