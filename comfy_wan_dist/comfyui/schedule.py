@@ -70,17 +70,13 @@ def sigmas_schedule(sigmas: Any, *, source: str = "the SIGMAS") -> Schedule:
     return given_sigmas(sigmas.tolist(), source=source)
 
 
-class _Sampling(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST):  # type: ignore[misc]
-    """What ModelSamplingSD3 makes."""
-
-
 class _FlowModel:
     """As much of a MODEL as ComfyUI's KSampler asks for its sigmas."""
 
     load_device = torch.device("cpu")
 
     def __init__(self, shift: float) -> None:
-        self._sampling = _Sampling()
+        self._sampling = comfy.model_sampling.ModelSamplingDiscreteFlow()
         self._sampling.set_parameters(shift=shift, multiplier=1000)
 
     def get_model_object(self, name: str) -> Any:

@@ -30,15 +30,10 @@ class KeptTokens:
     mask: Tensor
     noise: Tensor | None = None
 
-    def blend(self, x: Tensor) -> Tensor:
-        """For a clean x, or one that a model with a timestep for each frame is given."""
-        return torch.lerp(self.clean, x, self.mask)
-
-    def blend_noisy(self, x: Tensor, sigma: float) -> Tensor:
-        """For the x that the model is given."""
-        if self.noise is None:
-            return self.blend(x)
-        return torch.lerp(torch.lerp(self.clean, self.noise, sigma), x, self.mask)
+    def blend(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+        """x with what is kept at this sigma."""
+        kept = self.clean if self.noise is None else torch.lerp(self.clean, self.noise, sigma)
+        return torch.lerp(kept, x, self.mask)
 
 
 class StepObserver(Protocol):
@@ -71,7 +66,7 @@ def denoise(
     for index, timestep in enumerate(timesteps):
         for observer in observers:
             observer.before_step(index)
-        model_x = x if kept is None else kept.blend_noisy(x, sigmas[index])
+        model_x = x if kept is None else kept.blend(x, sigmas[index])
         velocity = forward_at(index).predict(model_x, timestep)
         denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
         if kept is not None:

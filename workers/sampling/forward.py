@@ -260,15 +260,10 @@ def frame_rows(
 def validate_latent(size: Sequence[int], shape: WanShape) -> None:
     """Refuse a latent of a size that a model of this shape cannot denoise."""
     stride = shape.vae_stride
-    if len(size) != 5 or size[1] != shape.out_dim:
+    if len(size) != 5 or size[1] != shape.out_dim or 0 in size:
         raise ConfigError(
             f"the latent has shape {list(size)}; this model needs [batch, {shape.out_dim}, frames, "
             f"height/{stride}, width/{stride}]: use a latent node made for it"
-        )
-    if 0 in size:
-        raise ConfigError(
-            f"the latent has shape {list(size)} and holds nothing: choose a video width and height of {stride} pixels "
-            "or more"
         )
 
 
