@@ -2,7 +2,7 @@
 
 Functions named `*_rank` run in a `RankPool`. Tensors go in and come out in ordinary memory; everything between is
 what a rank of a worker group runs. `CASES` x `MESHES` is the matrix of the parity table: token counts that do not
-divide, shards that begin inside a frame, given first frames, partly given frames, and batches.
+divide, odd sides, shards that begin inside a frame, given first frames, partly given frames, and batches.
 """
 
 from __future__ import annotations
@@ -179,6 +179,15 @@ CASES = (
     Case(name="image-to-video", frames=3, height=4, width=6, frame_mask=((0, 1, 1),)),
     # 27 tokens, 9 per frame: no degree but 3 divides them, and every shard border lies inside a frame.
     Case(name="image-to-video, 27 tokens", frames=3, height=6, width=6, frame_mask=((0, 1, 1),)),
+    # 7 x 5 values in 4 x 3 tokens: the last row and column hold padding, which is of the first ones.
+    Case(
+        name="image-to-video, odd sides, batch 2",
+        frames=3,
+        height=5,
+        width=7,
+        batch=2,
+        frame_mask=((0, 1, 1), (0, 0.5, 1)),
+    ),
     Case(
         name="image-to-video, batch 2",
         frames=3,

@@ -149,14 +149,14 @@ def prepare_sample(
         assert request.step_noise is not None
         return inputs.shard(tensor(request.step_noise)[index])
 
-    kept = None
+    x, kept = inputs.shard(noisy), None
     if request.mask is not None and request.clean is not None:
-        kept = KeptTokens(
-            clean=inputs.shard(tensor(request.clean)), mask=inputs.shard(tensor(request.mask))
-        )
+        clean = inputs.shard(tensor(request.clean))
+        noise = None if shape.has_frame_times else clean + (x - clean) / request.sigmas[0]
+        kept = KeptTokens(clean=clean, mask=inputs.shard(tensor(request.mask)), noise=noise)
     return SampleRun(
         inputs=inputs,
-        x=inputs.shard(noisy),
+        x=x,
         kept=kept,
         solver=build_solver(
             request.solver,

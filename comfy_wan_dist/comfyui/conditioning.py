@@ -16,11 +16,18 @@ from torch import Tensor
 
 from ..ipc.errors import ConfigError
 from ..mesh.shape import WanShape
-from .latent import latent_format, resize_latent
+from .latent import SamplingTensors, latent_format, resize_latent
 
 MASK_CHANNELS = 4
 Conditioning = Sequence[Sequence[Any]]
 IMAGE_KEYS = ("concat_latent_image", "concat_mask")
+APPLIED = {
+    **dict.fromkeys(("area", "mask", "control", "hooks", "gligen", "default", "model_conds")),
+    **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask")),
+    **dict.fromkeys(("concat_mask_index", "start_percent", "clip_start_percent"), 0),
+    **dict.fromkeys(("end_percent", "clip_end_percent"), 1),
+}
+"""What ComfyUI applies with every model, or with Wan, and the value at which it changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,26 +39,27 @@ class Prompt:
 
 
 def read_prompt(
-    conditioning: Conditioning, shape: WanShape, latent: Tensor, *, label: str
+    conditioning: Conditioning, shape: WanShape, tensors: SamplingTensors, *, label: str
 ) -> Prompt:
-    """The prompt for a latent [B, C, T, h, w]. Raises ConfigError for what the model does not take."""
+    """The prompt for a job's latent and mask. Raises ConfigError for what the model does not take."""
     takes_image = shape.image_dim > 0
     text = prompt_embedding(
         conditioning, label=label, text_dim=shape.text_dim, takes_image=takes_image
     )
-    options = conditioning[0][1]
+    # As in ComfyUI an image counts where the video is given, unless it has a mask of its own.
+    options = {"concat_mask": tensors.mask, **conditioning[0][1]}
     conditions = {}
     if takes_image:
-        conditions["image"] = _image_channels(options, shape, latent, label=label)
+        conditions["image"] = _image_channels(options, shape, tensors.noisy, label=label)
     return Prompt(text=text, conditions=conditions)
 
 
 def prompt_embedding(
     conditioning: Conditioning, *, label: str, text_dim: int, takes_image: bool = False
 ) -> Tensor:
-    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for whatever else it asks for.
+    """The one embedding [1, S, text_dim] of a CONDITIONING. Raises ConfigError for what else would change the result.
 
-    takes_image: an image conditioning may come along.
+    takes_image: an image conditioning may come along. Other keys are left out, as ComfyUI does for Wan.
     """
     if len(conditioning) != 1:
         raise ConfigError(
@@ -59,15 +67,14 @@ def prompt_embedding(
             "CLIPTextEncode and leave out ConditioningCombine and scheduling"
         )
     embedding, options = conditioning[0][0], conditioning[0][1]
-    defaults = {"strength": 1.0, "start_percent": 0.0, "end_percent": 1.0}
-    extra = sorted(
+    applied = APPLIED if takes_image else {**APPLIED, **dict.fromkeys(IMAGE_KEYS)}
+    extra = [
         key
-        for key, value in options.items()
-        if value is not None
-        and key != "pooled_output"
-        and not (takes_image and key in IMAGE_KEYS)
-        and not (isinstance(value, (int, float)) and value == defaults.get(key))
-    )
+        for key, neutral in applied.items()
+        if (value := options.get(key)) is not None and value != neutral
+    ]
+    if options.get("strength") == 0:  # of one entry, any other counts alike
+        extra.append("strength")
     if extra:
         raise ConfigError(
             f"the {label} conditioning carries {', '.join(extra)}, which Wan Dist does not apply; "

@@ -70,10 +70,11 @@ def _existing(path: str | None, folder: str, name: str) -> str:
     return path
 
 
-def validate_model_name(folder: str, name: str) -> str | bool:
-    """For a node's `validate_inputs`, which thereby takes names that are good but not listed."""
+def validate_model_name(folder: str, name: str | None) -> str | bool:
+    """For a node's `validate_inputs`, which thereby takes names that are good but not listed. None: it is linked."""
     try:
-        model_path(folder, name)
+        if name is not None:
+            model_path(folder, name)
     except ConfigError as error:
         return str(error)
     return True

@@ -10,15 +10,22 @@ from torch import Tensor
 from ..ipc.errors import ConfigError
 
 
-def fit_images(images: Tensor, *, width: int, height: int) -> Tensor:
-    """Scale and centre-crop images [F, H, W, 3+] as Wan22ImageToVideoLatent does; returns [F, height, width, 3]."""
-    if images.dim() != 4 or 0 in images.shape or images.shape[-1] < 3:
+def fit_images(images: Tensor, *, width: int, height: int, multiple: int) -> Tensor:
+    """Images [F, H, W, 3+] as Wan22ImageToVideoLatent encodes them, [F, height, width, 3].
+
+    They are scaled and centre-cropped to the size, then cropped to multiples of `multiple`.
+    """
+    is_small = min(width, height) < multiple
+    if images.dim() != 4 or 0 in images.shape or images.shape[-1] < 3 or is_small:
         raise ConfigError(
-            f"the images have shape {list(images.shape)}; they must be [frames, height, width, 3]"
+            f"the images have shape {list(images.shape)}, the video {width}x{height} pixels; images must be [frames, "
+            f"height, width, 3], and a video's sides {multiple} or more"
         )
     scaled = comfy.utils.common_upscale(
         images[..., :3].movedim(-1, 1), width, height, "bilinear", "center"
     )
+    for dim, size in ((2, height), (3, width)):
+        scaled = scaled.narrow(dim, size % multiple // 2, size - size % multiple)
     fitted: Tensor = scaled.movedim(1, -1).to("cpu", torch.float32).contiguous()
     return fitted
 

@@ -103,13 +103,9 @@ def prepare_sampling(
     mask = latent.get("noise_mask")
     frame_mask = None
     if mask is not None:
-        if not shape.has_frame_times:
-            raise ConfigError(
-                "the latent has a noise_mask, which Wan Dist applies with TI2V models only; leave it out, and give "
-                "images to an I2V model by WanImageToVideo"
-            )
         mask = full_mask(mask, noise.shape)
-        frame_mask = mask.mean(dim=(1, 3, 4))
+        if shape.has_frame_times:
+            frame_mask = mask.mean(dim=(1, 3, 4))
         if bool((mask == mask[:, :1]).all()):
             mask = mask[:, :1]
     return SamplingTensors(

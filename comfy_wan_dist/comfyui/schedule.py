@@ -18,7 +18,8 @@ OFFICIAL_SCHEDULER = "wan_official"
 
 
 def list_schedulers() -> list[str]:
-    return [*comfy.samplers.SCHEDULER_NAMES, OFFICIAL_SCHEDULER]
+    """KSampler's, those of other packs included, and the official one."""
+    return [*comfy.samplers.KSampler.SCHEDULERS, OFFICIAL_SCHEDULER]
 
 
 def build_schedule(
@@ -35,35 +36,38 @@ def build_schedule(
     solver = find_solver(sampler)
     if scheduler == OFFICIAL_SCHEDULER:
         return wan_official(steps, shift, denoise=denoise)
-    if scheduler not in comfy.samplers.SCHEDULER_NAMES:
+    if scheduler not in list_schedulers():
         raise ConfigError(
             f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}"
         )
-    stock = comfy.samplers.KSampler(
-        _FlowModel(shift),
-        steps,
-        torch.device("cpu"),
-        sampler=solver.stock,
-        scheduler=scheduler,
-        denoise=denoise,
-    )
-    sigmas = stock.sigmas.tolist()
-    if not all(map(math.isfinite, sigmas)):
-        raise ConfigError(
-            f"scheduler {scheduler!r} gives no finite sigmas for {steps} steps at shift {shift}; "
-            "use more steps or another scheduler"
+    asked = f"for {steps} steps at shift {shift:g}"
+    try:
+        stock = comfy.samplers.KSampler(
+            _FlowModel(shift),
+            steps,
+            torch.device("cpu"),
+            sampler=solver.stock,
+            scheduler=scheduler,
+            denoise=denoise,
         )
-    return given_sigmas(sigmas)
+    except Exception as error:  # another pack's formula may raise anything
+        raise ConfigError(
+            f"scheduler {scheduler!r} fails {asked}: {error}; use more steps or another scheduler"
+        ) from error
+    return sigmas_schedule(stock.sigmas, source=f"the sigmas of scheduler {scheduler!r} {asked}")
 
 
-def sigmas_schedule(sigmas: Any) -> Schedule:
-    """The schedule of a SIGMAS, whichever node made it. Raises ConfigError."""
-    if not isinstance(sigmas, Tensor) or sigmas.dim() != 1:
-        got = f"shape {list(sigmas.shape)}" if isinstance(sigmas, Tensor) else type(sigmas).__name__
+def sigmas_schedule(sigmas: Any, *, source: str = "the SIGMAS") -> Schedule:
+    """The schedule of a SIGMAS, whichever `source` made it. Raises ConfigError."""
+    is_tensor = isinstance(sigmas, Tensor)
+    if not is_tensor or (sigmas.dim(), sigmas.layout) != (1, torch.strided) or sigmas.is_complex():
+        got = type(sigmas).__name__
+        if is_tensor:
+            got = f"{sigmas.layout}, {sigmas.dtype}, shape {list(sigmas.shape)}"
         raise ConfigError(
-            f"the SIGMAS are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
+            f"{source} are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
         )
-    return given_sigmas(sigmas.tolist())
+    return given_sigmas(sigmas.tolist(), source=source)
 
 
 class _FlowModel:

@@ -100,8 +100,8 @@ async def start_latent(
     async with open_session(planes) as session:
 
         async def encode(images: Tensor, name: str) -> Tensor:
-            images = fit_images(images, width=width, height=height)
-            size = {"frames": images.shape[0], "height": height, "width": width}
+            images = fit_images(images, width=width, height=height, multiple=VAE_STRIDE)
+            size = dict(zip(("frames", "height", "width"), images.shape, strict=False))
             request = EncodeRequest(
                 id=f"{session.id}-{name}",
                 vae=vae,

@@ -10,7 +10,7 @@ from math import prod
 
 from ..ipc.errors import ConfigError
 from .dtypes import Packing
-from .vae_shape import FRAME_STRIDE, TI2V_CHANNELS, VAE_STRIDE, WAN21_VAE_STRIDE, latent_frames
+from .vae_shape import TI2V_CHANNELS, VAE_STRIDE, WAN21_VAE_STRIDE, latent_frames
 
 HEAD_DIM = 128
 PATCH_SIZE = (1, 2, 2)
@@ -89,11 +89,12 @@ class ConditionKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentGrid:
-    """The token grid of one latent of shape [*, frames, 2*rows, 2*columns]."""
+    """The token grid of one latent. is_padded: a side is odd, and its last token is half padding."""
 
     frames: int
     rows: int
     columns: int
+    is_padded: bool = False
 
     @property
     def tokens(self) -> int:
@@ -104,20 +105,22 @@ class LatentGrid:
         return self.rows * self.columns
 
 
+def latent_grid(*, frames: int, height: int, width: int) -> LatentGrid:
+    """Token grid of a latent of so many values."""
+    rows, columns = (height + 1) // 2, (width + 1) // 2
+    is_padded = bool(height % 2 or width % 2)
+    return LatentGrid(frames=frames, rows=rows, columns=columns, is_padded=is_padded)
+
+
 def video_grid(shape: WanShape, *, height: int, width: int, frames: int) -> LatentGrid:
-    """Token grid of a video of so many pixels and frames: 4 frames are one latent value."""
-    pixels = 2 * shape.vae_stride
-    if (
-        min(height, width, frames) < 1
-        or height % pixels
-        or width % pixels
-        or frames % FRAME_STRIDE != 1
-    ):
+    """Token grid of a video of so many pixels and frames, of which latents hold whole strides."""
+    stride = shape.vae_stride
+    if min(height, width) < stride or frames < 1:
         raise ConfigError(
             f"a video of {height}x{width} (height x width) and {frames} frames is not possible; height and width must "
-            f"be multiples of {pixels}, frames a multiple of 4 plus 1, such as 704x1280 and 121"
+            f"be {stride} or more, frames 1 or more, such as 704x1280 and 121"
         )
-    return LatentGrid(frames=latent_frames(frames), rows=height // pixels, columns=width // pixels)
+    return latent_grid(frames=latent_frames(frames), height=height // stride, width=width // stride)
 
 
 TI2V_5B = WanShape(dim=3072, ffn_dim=14336, num_layers=30, in_dim=48, out_dim=48)

@@ -193,6 +193,7 @@ def _step_end(share: RankShare, counting: Counting) -> Iterator[Transfer]:
     job, dtype, tokens = share.job, STATE, share.shards.sp.size
     if counting is Counting.LITERATURE:
         dtype, tokens = job.dtype, job.grid.tokens
+    if counting is Counting.LITERATURE or job.grid.is_padded:  # padding is of what others have
         yield from _gathers(share, dtype, When.STEP)
     if job.guided and len(share.branches) == 1:
         items = share.samples.size * tokens * job.shape.token_dim

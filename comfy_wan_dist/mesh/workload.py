@@ -14,7 +14,7 @@ from .degrees import MeshDegrees
 from .dtypes import BY_NAME, COMPUTED
 from .layout import coordinates
 from .parameters import stage_blocks
-from .shape import LatentGrid, WanShape
+from .shape import LatentGrid, WanShape, latent_grid
 from .shards import ShardRange, TokenShards, shard_range, token_shards
 
 MAX_BATCH = 4096
@@ -82,7 +82,7 @@ def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
     batch, _, frames, height, width = request.noisy.shape
     return Workload(
         shape=shape,
-        grid=LatentGrid(frames=frames, rows=height // 2, columns=width // 2),
+        grid=latent_grid(frames=frames, height=height, width=width),
         steps=len(request.timesteps),
         guided=request.uncond is not None,
         batch=batch,

@@ -143,8 +143,8 @@ def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         RecursionError,
     ) as error:
         raise ModelFileError(
-            f"{path.name}, of {size} bytes, is truncated, damaged or no safetensors file ({shown(str(error))}); download "
-            "it again"
+            f"{path.name}, of {size} bytes, is truncated, damaged or no safetensors file ({shown(str(error))}); "
+            "download it again"
         ) from error
     if len(entries) > MAX_TENSORS:
         raise ModelFileError(

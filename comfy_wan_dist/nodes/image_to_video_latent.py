@@ -63,7 +63,7 @@ class ImageToVideoLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae_name: str) -> str | bool:
+    def validate_inputs(cls, vae_name: str | None) -> str | bool:
         return validate_model_name("vae", vae_name)
 
     @classmethod

@@ -28,7 +28,9 @@ class LoadConditioning(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, file: str) -> str:
+    def fingerprint_inputs(cls, file: str | None) -> str:
+        if file is None:  # linked
+            return ""
         status = conditioning_path(file).stat()
         return f"{status.st_size}-{status.st_mtime_ns}"
 

@@ -92,14 +92,16 @@ class LoadModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, model_name: str, low_noise_model: str = NO_EXPERT) -> str | bool:
+    def validate_inputs(
+        cls, model_name: str | None, low_noise_model: str | None = NO_EXPERT
+    ) -> str | bool:
         names = _chosen(model_name, low_noise_model)
         answers = (validate_model_name("diffusion_models", name) for name in names)
         return next((answer for answer in answers if answer is not True), True)
 
     @classmethod
     def fingerprint_inputs(
-        cls, model_name: str, low_noise_model: str = NO_EXPERT, **others: Any
+        cls, model_name: str | None, low_noise_model: str | None = NO_EXPERT, **others: Any
     ) -> str:
         names = _chosen(model_name, low_noise_model)
         paths = [model_path("diffusion_models", name) for name in names]
@@ -134,6 +136,6 @@ class LoadModel(io.ComfyNode):
         return io.NodeOutput(handle)
 
 
-def _chosen(model_name: str, low_noise_model: str) -> list[str]:
-    """The names of the model's one or two files."""
-    return [model_name] if low_noise_model == NO_EXPERT else [model_name, low_noise_model]
+def _chosen(*names: str | None) -> list[str]:
+    """The names of the model's one or two files; what is linked is None until the node is executed."""
+    return [name for name in names if name not in (None, NO_EXPERT)]

@@ -56,8 +56,8 @@ class LoRA(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, lora_name: str, strength: float, **others: Any) -> str:
-        if strength == 0:
+    def fingerprint_inputs(cls, lora_name: str | None, strength: float, **others: Any) -> str:
+        if strength == 0 or lora_name is None:  # linked
             return ""
         return fingerprint(read_model_file(lora_path(lora_name)))
 

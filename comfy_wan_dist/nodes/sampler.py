@@ -151,7 +151,7 @@ class Sampler(io.ComfyNode):
     ) -> io.NodeOutput:
         note = ""
         if few_step != NO_PRESET:
-            schedule, note = _few_step(few_step, has_sigmas=sigmas is not None)
+            schedule, note = _few_step(few_step, model, has_sigmas=sigmas is not None)
             sampler_name, cfg, low_noise_cfg = FEW_STEP_SOLVER, 1.0, 0.0
         elif sigmas is not None:
             schedule = sigmas_schedule(sigmas)
@@ -176,7 +176,7 @@ class Sampler(io.ComfyNode):
         tensors = prepare_sampling(
             latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
         )
-        prompt = partial(read_prompt, shape=resolved.shape, latent=tensors.noisy)
+        prompt = partial(read_prompt, shape=resolved.shape, tensors=tensors)
         sampling = Sampling(
             tensors=tensors,
             cond=prompt(positive, label="positive"),
@@ -189,7 +189,7 @@ class Sampler(io.ComfyNode):
         return io.NodeOutput(finish_sampling(latent_image, latent), note + report)
 
 
-def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:
+def _few_step(name: str, model: ModelHandle, *, has_sigmas: bool) -> tuple[Schedule, str]:
     """A preset's schedule, and what the report says of it. Raises ConfigError."""
     if name not in FEW_STEP:
         offered = ", ".join(map(repr, FEW_STEP))
@@ -197,6 +197,11 @@ def _few_step(name: str, *, has_sigmas: bool) -> tuple[Schedule, str]:
     if has_sigmas:
         raise ConfigError(
             f"few_step is {name!r} and sigmas are connected; set few_step to off or disconnect the sigmas"
+        )
+    if model.low_noise_path:
+        raise ConfigError(
+            f"few_step {name!r} is for a model with one expert; set few_step to off, and for A14B with LoRAs for 4 "
+            "steps take euler, simple, shift 5, 4 steps and cfg 1"
         )
     schedule = FEW_STEP[name]
     return schedule, (

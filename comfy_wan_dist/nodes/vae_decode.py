@@ -53,7 +53,7 @@ class VAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae_name: str) -> str | bool:
+    def validate_inputs(cls, vae_name: str | None) -> str | bool:
         return validate_model_name("vae", vae_name)
 
     @classmethod

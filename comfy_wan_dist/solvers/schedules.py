@@ -19,6 +19,8 @@ from ..ipc.errors import ConfigError
 # Timesteps of the training schedule: the model is given t = 1000 * sigma.
 TRAIN_TIMESTEPS = 1000
 MAX_STEPS = 10000
+SLACK = 0.001
+"""How far above 1 a sigma may lie, as by rounding; ComfyUI goes on with it."""
 
 # 1 - 1/1000 after the official code has stored it as float32. The tail decides on which side of an
 # integer some timesteps lie before they are truncated.
@@ -29,9 +31,9 @@ _OFFICIAL_FIRST_SIGMA = 0.9990000128746033
 class Schedule:
     """The points of a run.
 
-    sigmas: N + 1 noise levels in [0, 1], falling; the last is where the run ends.
-    timesteps: N values in [0, 1000], what the model is told at sigmas[0 ... N-1].
-    start: share of noise in the latent that the run begins with, [0, 1].
+    sigmas: N + 1 noise levels, as validate_sigmas takes them; the last is where the run ends.
+    timesteps: N values, what the model is told at sigmas[0 ... N-1], [0, 1000] for sigmas to 1.
+    start: share of noise in the latent that the run begins with, like a sigma.
     """
 
     sigmas: tuple[float, ...]
@@ -87,38 +89,37 @@ def wan_official(steps: int, shift: float, *, denoise: float = 1.0) -> Schedule:
     )
 
 
-def given_sigmas(sigmas: Sequence[float]) -> Schedule:
+def given_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> Schedule:
     """Return the schedule of explicit sigmas, as ComfyUI runs a flow model with them.
 
-    The model is told 1000 * sigma, not rounded, at each but the last.
+    The model is told 1000 * sigma, not rounded, at each but the last. source: who gave them.
 
-    Empty for none at all (no steps: the latent stays as it is). Rounding may lead just above 1. Below 1 the run starts
-    from the given latent, and above 0 it ends with noise left in.
-    Raises ConfigError unless they fall from 1 or less to 0 or more.
+    Empty for none at all (no steps: the latent stays as it is). Below 1 the run starts from the given latent, and
+    above 0 it ends with noise left in. Raises ConfigError.
     """
-    points = tuple(min(float(s), 1.0) if s < 1.001 else float(s) for s in sigmas)
-    if not points:
+    if not sigmas:
         return Schedule(sigmas=(), timesteps=(), start=0.0)
-    validate_sigmas(points)
+    points = validate_sigmas(sigmas, source=source)
     timesteps = tuple(sigma * TRAIN_TIMESTEPS for sigma in points[:-1])
     return Schedule(sigmas=points, timesteps=timesteps, start=points[0])
 
 
-def validate_sigmas(sigmas: Sequence[float]) -> tuple[float, ...]:
+def validate_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> tuple[float, ...]:
     """Return `sigmas` as floats.
 
-    Raises ConfigError unless 1 >= s_0 > s_1 > ... > s_N >= 0 and 1 <= N <= MAX_STEPS.
+    Raises ConfigError unless 1 + SLACK >= s_0 >= s_1 >= ... >= s_N >= 0, s_{N-1} > 0, s_N < 1 and 1 <= N <= MAX_STEPS.
     """
     points = tuple(map(float, sigmas))
     if not 2 <= len(points) <= MAX_STEPS + 1:
         raise ConfigError(
-            f"the SIGMAS hold {len(points)} value{'s' * (len(points) != 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
+            f"{source} hold {len(points)} value{'s' * (len(points) != 1)}; a run needs 2 to {MAX_STEPS + 1} of them, "
             "one more than steps"
         )
-    for index, (sigma, before) in enumerate(zip(points, (math.inf, *points), strict=False)):
-        if not (0 <= sigma <= 1 and sigma < before):  # NaN fails this as well
+    for index, (sigma, before) in enumerate(zip(points, (1 + SLACK, *points), strict=False)):
+        is_last = index == len(points) - 1
+        if not (0 <= sigma <= before and (sigma < 1 if is_last else sigma > 0)):  # nor NaN
             raise ConfigError(
-                f"value {index} of the SIGMAS is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
+                f"value {index} of {source} is {sigma}{f' after {before}' if index else ''}; for Wan they must fall "
                 "from 1 or less to 0, such as 1, 0.75, 0.5, 0: use fewer steps, or a scheduler made for flow models"
             )
     return points

@@ -143,7 +143,7 @@ def wan_unipc(sigmas: tuple[float, ...]) -> UniPC:
     return UniPC(
         _rows(
             sigmas=sigmas,
-            lambdas=tuple((-torch.logit(points)).tolist()),  # infinite at 0 and 1
+            lambdas=tuple((-torch.logit(points.clamp(max=1))).tolist()),  # infinite at 0 and 1
             alphas=tuple(1 - sigma for sigma in sigmas),
             max_order=2,
             bh2=True,
@@ -172,7 +172,7 @@ def _rows(
             order -= 1
         last = lambdas[target - 1]
         h = lambdas[target] - last
-        if h == 0:
+        if not h > 0:  # nor NaN, between two infinite ones
             raise ConfigError(
                 f"UniPC cannot tell sigma {target - 1} ({sigmas[target - 1]}) from the next one in float32; "
                 "use fewer steps, another scheduler, or the sampler euler"

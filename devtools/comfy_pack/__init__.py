@@ -1,20 +1,24 @@
 """Nodes for tests and parity, to be linked into a ComfyUI beside the pack: what goes through a graph, as files.
 
 Covered: saving a LATENT with its mask, or IMAGEs, in full precision; a VAE of ComfyUI's own for a file of toy size,
-whose widths the stock loader takes for granted, and one without a file; SIGMAS of any content. Nothing of this project
-is imported.
+whose widths the stock loader takes for granted, and one without a file; SIGMAS of any content; values as links;
+more in a CONDITIONING; a scheduler that comes late. Nothing of this project is imported.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
+import comfy.samplers
 import comfy.sd
 import comfy.utils
 import folder_paths
+import node_helpers
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -88,6 +92,86 @@ class GivenSigmas:
         return (sigmas.reshape(*(1,) * dims, -1),)
 
 
+class AnyType(str):
+    """As packs with switches spell a type that goes with every other."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+class LinkedValue:
+    """A value from JSON, for inputs that are widgets otherwise: of any type, and as a choice."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"value": ("STRING",)}}
+
+    RETURN_TYPES = (AnyType("*"), "COMBO")
+    FUNCTION = "give"
+    CATEGORY = "test"
+
+    def give(self, value: str) -> tuple[Any, Any]:
+        return (json.loads(value),) * 2
+
+
+class MoreConditioning:
+    """A CONDITIONING with one key more, from JSON; `clip` is what a CLIP vision encoder gives, `drop` is without it."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        text = ("STRING",)
+        return {"required": {"conditioning": ("CONDITIONING",), "key": text, "value": text}}
+
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "add"
+    CATEGORY = "test"
+
+    def add(self, conditioning: Any, key: str, value: str) -> tuple[Any]:
+        if value == "drop":
+            return (
+                [
+                    [text, {k: v for k, v in more.items() if k != key}]
+                    for text, more in conditioning
+                ],
+            )
+        states = torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(5))
+        clip = SimpleNamespace(penultimate_hidden_states=states)
+        given = clip if value == "clip" else json.loads(value)
+        return (node_helpers.conditioning_set_values(conditioning, {key: given}),)
+
+
+class LateScheduler:
+    """A scheduler that other packs' nodes know nothing of when they are loaded; it divides by zero at one step."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"name": ("STRING",)}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "register"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def register(self, name: str) -> dict[str, Any]:
+        def sigmas(model_sampling: Any, steps: int) -> Tensor:
+            top = float(model_sampling.sigma_max)
+            falling = [top * (1 - 0.9 * index / (steps - 1)) ** 2 for index in range(steps)]
+            return torch.tensor([*falling, 0.0])
+
+        comfy.samplers.SCHEDULER_HANDLERS[name] = comfy.samplers.SchedulerHandler(sigmas)
+        if name not in comfy.samplers.KSampler.SCHEDULERS:
+            # Not in place: some packs do it like this.
+            comfy.samplers.KSampler.SCHEDULERS = [*comfy.samplers.KSampler.SCHEDULERS, name]
+        return {}
+
+
 class RandomVAE:
     """A small VAE of ComfyUI's own with 16 latent channels and seeded weights: stock nodes encode images with it."""
 
@@ -115,5 +199,8 @@ NODE_CLASS_MAPPINGS = {
     "SaveTensors": SaveTensors,
     "SmallVAELoader": SmallVAELoader,
     "GivenSigmas": GivenSigmas,
+    "LinkedValue": LinkedValue,
+    "MoreConditioning": MoreConditioning,
+    "LateScheduler": LateScheduler,
     "RandomVAE": RandomVAE,
 }

@@ -168,7 +168,6 @@ def write_bad_inputs(folder: Path) -> None:
         save_file({"latent_tensor": samples, "latent_format_version_0": version}, folder / name)
 
     write_latent("wan21.latent", torch.ones(1, 16, 3, 8, 12))
-    write_latent("odd.latent", torch.ones(1, 48, 3, 5, 6))
     write_latent("few.latent", torch.ones(1, 48, 1, 0, 6))
     write_latent("nan.latent", torch.full((1, 48, 3, 4, 6), torch.nan))
     (folder / "model.safetensors").write_bytes((folder.parent / VAES / VAE).read_bytes())
@@ -429,7 +428,6 @@ def test_latent_of_a_still_image_is_refused(refuse: Callable[..., str], seed: in
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("odd.latent", ["6 wide and 5 high", "even", "multiples of 32"]),
         ("few.latent", ["[1, 48, 1, 0, 6]"]),
         ("nan.latent", ["the latent holds NaN"]),
     ],
@@ -495,11 +493,6 @@ def test_vae_job_beyond_its_memory_is_refused(
     assert_says(refuse(graph, at=at, error="ConfigError"), words)
 
 
-def test_size_that_is_no_multiple_of_32_is_refused(refuse: Callable[..., str], seed: int) -> None:
-    graph = sampled_latent(seed=seed, width=80, height=64)
-    assert_says(refuse(graph, at="sampler", error="ConfigError"), ["5 wide", "multiples of 32"])
-
-
 # ---- prompts
 
 
@@ -514,7 +507,7 @@ def test_prompt_of_another_width_is_refused(refuse: Callable[..., str], seed: in
     [
         ({"cfg": float("nan")}, ["cfg is nan"]),
         ({"shift": float("nan")}, ["shift is nan"]),
-        ({"scheduler": "kl_optimal", "steps": 1, "sampler": "euler"}, ["no finite sigmas"]),
+        ({"scheduler": "kl_optimal", "steps": 1, "sampler": "euler"}, ["'kl_optimal'", "nan"]),
         (
             {"scheduler": "exponential", "steps": 200, "shift": 1.0},
             ["UniPC cannot tell sigma", "fewer steps"],
@@ -590,7 +583,7 @@ def test_prompt_with_several_entries_is_refused(
             ["area"],
         ),
         ("ConditioningSetTimestepRange", {"start": 0.0, "end": 0.5}, ["end_percent"]),
-        ("ConditioningSetAreaStrength", {"strength": 0.5}, ["strength"]),
+        ("ConditioningSetAreaStrength", {"strength": 0.0}, ["strength"]),
     ],
 )
 def test_prompt_with_conditions_is_refused(

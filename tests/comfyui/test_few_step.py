@@ -53,7 +53,8 @@ def test_given_sigmas_may_start_below_one_and_end_above_zero() -> None:
     schedule = given_sigmas((0.9, 0.5, 0.25))
     assert schedule.start == 0.9
     assert schedule.timesteps == (900.0, 500.0)
-    assert given_sigmas((1.0000001, 0.0)).sigmas == (1.0, 0.0)
+    assert given_sigmas((1.0005, 0.5, 0.0)).timesteps == pytest.approx((1000.5, 500.0))
+    assert given_sigmas((1.0, 0.5, 0.5, 0.0)).sigmas == (1.0, 0.5, 0.5, 0.0)
     assert given_sigmas(()).timesteps == ()
 
 

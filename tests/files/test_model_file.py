@@ -199,7 +199,7 @@ def test_truncated_file_is_refused(file: Path) -> None:
     save_file({"x": torch.zeros(100)}, file)
     os.truncate(file, file.stat().st_size - 1)
     message = refusal(lambda: read_model_file(str(file)))
-    assert message.startswith("model.safetensors is truncated")
+    assert message.startswith(f"model.safetensors, of {file.stat().st_size} bytes, is truncated")
     assert "file not fully covered" in message
 
 

@@ -17,7 +17,7 @@ from comfy_wan_dist.mesh.devices import GB
 from comfy_wan_dist.mesh.layout import coordinates
 from comfy_wan_dist.mesh.memory import block_bytes, rank_memory, weight_bytes
 from comfy_wan_dist.mesh.report import job_text
-from comfy_wan_dist.mesh.shape import TI2V_5B, WanShape, video_grid
+from comfy_wan_dist.mesh.shape import T2V_14B, TI2V_5B, LatentGrid, WanShape, video_grid
 from comfy_wan_dist.mesh.validate import validate_model
 from comfy_wan_dist.mesh.workload import Workload
 from comfy_wan_dist.planning.chart import WIDTH, draw_plan
@@ -442,8 +442,18 @@ def test_job_text_adds_up_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "frames"), [(700, 1280, 121), (704, 1280, 120), (0, 32, 1)]
+    ("height", "width", "frames"), [(15, 1280, 121), (704, 0, 121), (0, 32, 1), (32, 32, 0)]
 )
 def test_video_sizes_refused(height: int, width: int, frames: int) -> None:
-    with pytest.raises(ConfigError, match="multiples of 32"):
+    with pytest.raises(ConfigError, match="must be 16 or more, frames 1 or more"):
         video_grid(TI2V_5B, height=height, width=width, frames=frames)
+
+
+def test_video_sizes_are_those_of_the_latent_nodes() -> None:
+    """Whole strides of pixels, whole steps of frames; an odd number of strides is padded."""
+    odd = LatentGrid(frames=30, rows=22, columns=40, is_padded=True)
+    assert video_grid(TI2V_5B, height=700, width=1280, frames=120) == odd
+    assert video_grid(TI2V_5B, height=720, width=1280, frames=117).rows == 23
+    assert video_grid(TI2V_5B, height=718, width=1295, frames=117) == replace(odd, is_padded=False)
+    assert video_grid(T2V_14B, height=360, width=640, frames=81).rows == 23
+    assert not video_grid(T2V_14B, height=720, width=1280, frames=81).is_padded

@@ -45,7 +45,10 @@ SIGMAS = (1.0, 0.8, 0.5, 0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One job on a plane. By itself 45 tokens, 15 in a frame: no degree but 3 and 5 divides them."""
+    """One job on a plane. By itself 45 tokens, 15 in a frame: no degree but 3 and 5 divides them.
+
+    is_padded: the last row of tokens is half padding.
+    """
 
     mesh: str
     batch: int = 1
@@ -54,9 +57,11 @@ class Run:
     frames: int = 3
     rows: int = 3
     columns: int = 5
+    is_padded: bool = False
 
     def inputs(self) -> Inputs:
-        size = (self.batch, TINY_TRANSFORMER.in_dim, self.frames, 2 * self.rows, 2 * self.columns)
+        height, width = 2 * self.rows - self.is_padded, 2 * self.columns
+        size = (self.batch, TINY_TRANSFORMER.in_dim, self.frames, height, width)
         texts = self.batch if self.has_text_per_sample else 1
         return Inputs(
             noisy=torch.randn(size),
@@ -67,7 +72,12 @@ class Run:
     def planned(self, dtype: str) -> Workload:
         return Workload(
             shape=TINY_TRANSFORMER,
-            grid=LatentGrid(frames=self.frames, rows=self.rows, columns=self.columns),
+            grid=LatentGrid(
+                frames=self.frames,
+                rows=self.rows,
+                columns=self.columns,
+                is_padded=self.is_padded,
+            ),
             steps=len(SIGMAS) - 1,
             guided=self.guided,
             batch=self.batch,
@@ -80,19 +90,23 @@ class Run:
 # By plane: jobs that it serves without loading again.
 PLANES: dict[str, tuple[Run, ...]] = {
     "ring2": (Run(mesh="ring2"), Run(mesh="ulysses2", guided=False), Run(mesh="dp2", batch=3)),
-    "ring3": (Run(mesh="ring3"), Run(mesh="ring3", frames=2, rows=2, guided=False)),
+    "ring3": (Run(mesh="ring3"), Run(mesh="ring3", frames=2, rows=2, guided=False, is_padded=True)),
     "ring5": (Run(mesh="ring5", frames=2, columns=7),),
     "ulysses4": (
         Run(mesh="ulysses4"),
         Run(mesh="ring2-ulysses2", batch=2),
         Run(mesh="cfg2-ulysses2", batch=2, has_text_per_sample=True),
         Run(mesh="dp2-cfg2", batch=3, has_text_per_sample=True),
+        Run(mesh="dp2-ring2", batch=3, is_padded=True),
         Run(mesh="dp4", batch=4),
     ),
     "tp2": (Run(mesh="tp2"),),
     "tp2-sp": (Run(mesh="tp2-sp", batch=2), Run(mesh="tp2-sp", guided=False)),
     "tp4-sp": (Run(mesh="tp4-sp"),),
-    "ring2-tp2-sp": (Run(mesh="ring2-tp2-sp"), Run(mesh="ulysses2-tp2-sp", batch=2)),
+    "ring2-tp2-sp": (
+        Run(mesh="ring2-tp2-sp", is_padded=True),
+        Run(mesh="ulysses2-tp2-sp", batch=2),
+    ),
     "pp2": (Run(mesh="pp2", batch=2, has_text_per_sample=True), Run(mesh="pp2", guided=False)),
     "cfg2-pp2-tp2": (Run(mesh="cfg2-pp2-tp2", batch=2), Run(mesh="dp2-pp2-tp2", batch=3)),
     "pp2-tp2-sp": (Run(mesh="pp2-tp2-sp", batch=2),),

@@ -134,7 +134,7 @@ def test_measuring_the_cpu_gives_possible_numbers() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (["--size", "700x1280"], "multiples of 32"),
+        (["--size", "15x1280"], "16 or more"),
         (["--size", "big"], "height x width"),
         (["--devices", "8xZ80"], "known devices"),
         (["--model", "nothing.safetensors"], "neither known nor a file"),

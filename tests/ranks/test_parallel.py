@@ -41,7 +41,7 @@ from devtools.mesh_runs import (
 )
 from devtools.rank_pool import RankPool
 
-TEXT, IMAGE, ODD, _ = CASES
+TEXT, IMAGE, ODD, *_ = CASES
 
 # Each fault with a mesh and a case in which it matters. Where an exchange is left out shards must be even.
 FAULTS: tuple[tuple[Fault, str, Case], ...] = (

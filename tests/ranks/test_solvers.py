@@ -376,9 +376,9 @@ def test_multistep_solver_refuses_steps_out_of_order(name: str, indices: tuple[i
     [
         ((), "2 to 10001"),
         ((1.0,), "2 to 10001"),
-        ((1.0, 0.5, 0.5, 0.0), "fall"),
         ((0.5, 0.9, 0.0), "fall"),
         ((1.0, 0.0, 0.0), "fall"),
+        ((1.0, 1.0), "fall"),
         ((1.0, math.nan, 0.0), "nan"),
         ((1.2, 0.5, 0.0), "1.2"),
         ((1.0, 0.5, -0.1), "-0.1"),
@@ -387,6 +387,33 @@ def test_multistep_solver_refuses_steps_out_of_order(name: str, indices: tuple[i
 def test_build_solver_refuses_bad_sigmas(name: str, sigmas: tuple[float, ...], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
         build_solver(name, sigmas=sigmas, step_noise=seeded_noise(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["uni_pc", "uni_pc_bh2", "wan_unipc"])
+@pytest.mark.parametrize("sigmas", [(1.0, 0.5, 0.5, 0.0), (1.0, 1.0, 0.5, 0.0)])
+def test_uni_pc_refuses_equal_sigmas(name: str, sigmas: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="cannot tell sigma"):
+        build_solver(name, sigmas=sigmas, step_noise=None)
+
+
+@pytest.mark.parametrize("name", solver_names())
+def test_first_sigma_just_above_one_is_followed(name: str) -> None:
+    """Rounding leads there, and other nodes; near what 1 gives."""
+    noise = seeded_noise(torch.float32)(0)
+    above, at = (
+        run_solver(name, (first, 0.7, 0.0), start_noise(torch.float32), lambda _: noise)
+        for first in (1.0005, 1.0)
+    )
+    torch.testing.assert_close(above, at, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["euler", "lcm"])
+def test_step_between_equal_sigmas_changes_no_more_than_its_noise(name: str) -> None:
+    sigmas = (1.0, 0.5, 0.5, 0.0)
+    solver = build_solver(name, sigmas=sigmas, step_noise=seeded_noise(torch.float32))
+    x, clean = start_noise(torch.float32), rough_prediction(0)
+    expected = x if name == "euler" else 0.5 * clean + 0.5 * seeded_noise(torch.float32)(1)
+    torch.testing.assert_close(solver.step(1, x, clean), expected)
 
 
 def test_uni_pc_refuses_a_sigma_below_the_one_it_ends_at() -> None:

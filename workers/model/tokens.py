@@ -6,10 +6,11 @@ Token features are (row, column, channel), the order of the head's output, in bo
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from comfy_wan_dist.mesh.shape import HEAD_DIM, LatentGrid
+from comfy_wan_dist.mesh.shape import HEAD_DIM, LatentGrid, latent_grid
 
 from .wan import TokenRun
 
@@ -19,19 +20,21 @@ AXIS_DIMS = (HEAD_DIM - 4 * (HEAD_DIM // 6), 2 * (HEAD_DIM // 6), 2 * (HEAD_DIM 
 
 
 def grid_of(latent: Tensor) -> LatentGrid:
-    """Token grid of a latent [B, C, T, h, w] with even h and w."""
-    return LatentGrid(
-        frames=latent.shape[2], rows=latent.shape[3] // 2, columns=latent.shape[4] // 2
-    )
+    """Token grid of a latent [B, C, T, h, w]."""
+    _, _, frames, height, width = latent.shape
+    return latent_grid(frames=frames, height=height, width=width)
 
 
 def patchify(latent_BCTHW: Tensor) -> Tensor:
-    """[B, C, T, h, w] -> [B, T*(h/2)*(w/2), 4*C]."""
+    """[B, C, T, h, w] -> [B, T*(h/2)*(w/2), 4*C]. An odd side is padded with its first values, as ComfyUI does."""
+    height, width = latent_BCTHW.shape[3:]
+    if height % 2 or width % 2:
+        latent_BCTHW = F.pad(latent_BCTHW, (0, width % 2, 0, height % 2, 0, 0), mode="circular")
     return rearrange(latent_BCTHW, "b c t (h p) (w q) -> b (t h w) (p q c)", p=2, q=2)
 
 
 def unpatchify(tokens_BLP: Tensor, grid: LatentGrid) -> Tensor:
-    """Inverse of `patchify`."""
+    """Inverse of `patchify`, padding included."""
     return rearrange(
         tokens_BLP,
         "b (t h w) (p q c) -> b c t (h p) (w q)",

@@ -21,13 +21,19 @@ from .forward import Forward
 
 @dataclass(frozen=True, kw_only=True)
 class KeptTokens:
-    """Tokens to keep: `clean` counts where `mask` is 0. Both [B, L, P] float32 shards."""
+    """Tokens to keep: `clean` counts where `mask` is 0. All [B, L, P] float32 shards.
+
+    noise: of a model with one timestep for all frames, which is given them as noisy as the others.
+    """
 
     clean: Tensor
     mask: Tensor
+    noise: Tensor | None = None
 
-    def blend(self, x: Tensor) -> Tensor:
-        return torch.lerp(self.clean, x, self.mask)
+    def blend(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+        """x with what is kept at this sigma."""
+        kept = self.clean if self.noise is None else torch.lerp(self.clean, self.noise, sigma)
+        return torch.lerp(kept, x, self.mask)
 
 
 class StepObserver(Protocol):
@@ -60,7 +66,7 @@ def denoise(
     for index, timestep in enumerate(timesteps):
         for observer in observers:
             observer.before_step(index)
-        model_x = x if kept is None else kept.blend(x)
+        model_x = x if kept is None else kept.blend(x, sigmas[index])
         velocity = forward_at(index).predict(model_x, timestep)
         denoised = torch.sub(model_x, velocity, alpha=sigmas[index])
         if kept is not None:

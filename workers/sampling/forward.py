@@ -78,11 +78,23 @@ class RankInputs:
 
     def gather(self, x_BLP: Tensor) -> Tensor:
         """The latent [B, C, T, h, w] on every rank. Collectives: a gather on cp, one on dp, and with sp one on tp."""
+        tokens = self.groups.dp.gather_rows(self._own_samples(x_BLP), self.samples.sizes)
+        return unpatchify(tokens, self.grid)[..., : self.size[3], : self.size[4]]
+
+    def pad(self, x_BLP: Tensor) -> Tensor:
+        """x with its padding as `patchify` makes it. Collectives: if there is any those of `gather` but dp's."""
+        if not self.grid.is_padded:
+            return x_BLP
+        latent = unpatchify(self._own_samples(x_BLP), self.grid)
+        padded = patchify(latent[..., : self.size[3], : self.size[4]])
+        return padded[:, self.shards.start : self.shards.stop]
+
+    def _own_samples(self, x_BLP: Tensor) -> Tensor:
+        """All tokens of this rank's samples."""
         groups, rows = self.groups, x_BLP.transpose(0, 1)
         if groups.degrees.sp:
             rows = groups.tp.gather_rows(rows, self.shards.sp.sizes)
-        tokens = groups.cp.gather_rows(rows, self.shards.cp.sizes).transpose(0, 1)
-        return unpatchify(groups.dp.gather_rows(tokens, self.samples.sizes), self.grid)
+        return groups.cp.gather_rows(rows, self.shards.cp.sizes).transpose(0, 1)
 
 
 def prepare_forward(
@@ -155,10 +167,11 @@ class Forward:
     def predict(self, x: Tensor, timestep: float) -> Tensor:
         """Velocity of the token shard x, [B, L, P] float32; equal on the ranks of cfg and on all stages.
 
-        Collectives: the model's own, those of `forward_in_stages`, and with two branches on a cfg axis of 2 one
-        all-gather of [B, L, P] float32.
+        Collectives: those of `RankInputs.pad`, the model's own, those of `forward_in_stages`, and with two branches on
+        a cfg axis of 2 one all-gather of [B, L, P] float32.
         """
         inputs, scale = self.inputs, self.guidance
+        x = inputs.pad(x)
         groups, branches = inputs.groups, list(zip(inputs.branches, self.text, strict=True))
         if scale == 1 and groups.cfg.size == 1:
             branches, scale = branches[:1], None  # the negative prompt would cancel out
@@ -247,15 +260,10 @@ def frame_rows(
 def validate_latent(size: Sequence[int], shape: WanShape) -> None:
     """Refuse a latent of a size that a model of this shape cannot denoise."""
     stride = shape.vae_stride
-    if len(size) != 5 or size[1] != shape.out_dim:
+    if len(size) != 5 or size[1] != shape.out_dim or 0 in size:
         raise ConfigError(
             f"the latent has shape {list(size)}; this model needs [batch, {shape.out_dim}, frames, "
             f"height/{stride}, width/{stride}]: use a latent node made for it"
-        )
-    if size[3] % 2 or size[4] % 2 or 0 in size:
-        raise ConfigError(
-            f"the latent is {size[4]} wide and {size[3]} high; both must be even and above 0: "
-            f"choose a video width and height that are multiples of {2 * stride}"
         )
 
 
