@@ -17,6 +17,7 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
+from devtools import stand_ins
 from devtools.comfy_server import find_comfyui
 from devtools.references import build_diffusers_transformer
 from workers.parallel.context import apply_context_parallel
@@ -166,9 +167,9 @@ class ComfyForward:
 
 def use_comfyui() -> None:
     """Make ComfyUI's modules importable, set as by `--cpu --use-pytorch-cross-attention`."""
-    for folder in (find_comfyui(ROOT), ROOT / "devtools" / "stubs"):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    if (comfyui := str(find_comfyui(ROOT))) not in sys.path:
+        sys.path.append(comfyui)
+        stand_ins.install()
     from comfy.cli_args import args
 
     # Before other modules are imported: they read these when they are.
