@@ -15,7 +15,14 @@ class ProgressReporter:
     """ComfyUI's progress bar for the executing node."""
 
     def __init__(self) -> None:
-        self._bar = comfy.utils.ProgressBar(1)
+        self._shown = (0, 0)
 
     def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` is done, unless that is what is shown."""
+        if self._shown == (done, total):
+            return
+        # A bar may keep back what is hardly above the last value it sent, such as the first steps after a load.
+        if done < self._shown[0] or total != self._shown[1]:
+            self._bar = comfy.utils.ProgressBar(total)
+        self._shown = (done, total)
         self._bar.update_absolute(done, total)

@@ -113,15 +113,10 @@ class Session:
         """
         bar = ProgressReporter()
         latest: list[Progress | None] = [None] * len(pieces)
-        shown = (0, 0)
 
         def show(piece: int, progress: Progress) -> None:
-            nonlocal shown
             latest[piece] = progress
-            position = overall(latest)
-            if position != shown:  # a plane that loads while others work moves nothing
-                shown = position
-                bar.update(*position)
+            bar.update(*overall(latest))  # a plane that loads while others work moves nothing
 
         caller = Caller(
             on_progress=show,
