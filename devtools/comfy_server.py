@@ -106,7 +106,7 @@ def find_comfyui(root: Path) -> Path:
 
     Raises: FileNotFoundError when there is none.
     """
-    path = Path(os.environ.get("COMFYUI_PATH") or root / ".comfy" / "ComfyUI")
+    path = Path(os.environ.get("COMFYUI_PATH") or root / ".comfy" / "ComfyUI").absolute()
     if not (path / "main.py").is_file():
         raise FileNotFoundError(
             f"no ComfyUI at {path}: run `python3 scripts/setup_env.py test comfyui`, "

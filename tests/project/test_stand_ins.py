@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from devtools import stand_ins
-from devtools.comfy_server import python_of
+from devtools.comfy_server import find_comfyui, python_of
 
 # What ComfyUI from 0.3.64 to 0.28.0 asks for when it starts, and then a use.
 IMPORTS = """
@@ -76,6 +76,17 @@ def test_installed_package_is_never_shadowed(tmp_path: Path) -> None:
     assert done.stdout == "9 --argument __main__\nreal torchaudio.transforms.MelScale\n", (
         done.stderr
     )
+
+
+def test_comfyui_may_be_named_from_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host" / "main.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMFYUI_PATH", "host")
+    # It is run in its own folder, where a relative name would mean another.
+    assert find_comfyui(tmp_path) == tmp_path / "host"
 
 
 @pytest.mark.parametrize("folder", ["venv", ".venv", None])
