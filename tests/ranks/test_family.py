@@ -585,10 +585,9 @@ def test_inputs_for_another_model_are_refused(server: ComfyServer, seed: int) ->
         batch_size=1,
     )
     graph["longer"] = node("EmptyHunyuanLatentVideo", width=80, height=48, length=13, batch_size=1)
-    graph["other vae"] = node(
-        "Wan22ImageToVideoLatent", width=64, height=64, length=9, batch_size=1
-    )
-    graph["other vae"]["inputs"]["vae"] = ["vae", 0]
+    other = {"latent_tensor": torch.ones(1, 48, 3, 4, 4), "latent_format_version_0": torch.ones(0)}
+    save_file(other, server.base / "input" / "other.latent")
+    graph["other vae"] = node("LoadLatent", latent="other.latent")
     graph["mask"] = node("SolidMask", value=0.5, width=10, height=6)
     graph["masked"] = node("SetLatentNoiseMask", samples=["start", 2], mask=["mask", 0])
     cases: list[tuple[dict[str, Any], list[str]]] = [
