@@ -6,10 +6,12 @@
 #   make lint      style, types, spelling, dead code    make bench   measurements (SECTION=name: one)
 #   make demo      a small video through ComfyUI        make clean   drop caches and out/
 #   make coverage  all tests, and the lines they reach  make fullsize  a model of 10 GB on two CPU ranks
+#   make hosts     what needs a ComfyUI, with each of HOSTS
 #
 # TESTS="..."       what make test and make coverage run, instead of all
 # PYTHON=...        the interpreter that .venv is made with
 # COMFYUI_PATH=...  a ComfyUI to test against, instead of the one that set-up unpacks
+# HOSTS="..."       folders of ComfyUI trees for make hosts; a venv or .venv in one is what it runs in
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,6 +20,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 SECTION ?=
 TESTS ?=
+HOSTS ?=
 RUN := .venv/bin/python
 SETUP := $(PYTHON) scripts/setup_env.py
 
@@ -25,7 +28,7 @@ SETUP := $(PYTHON) scripts/setup_env.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: check quick test coverage lint fmt type demo parity bench fullsize clean distclean
+.PHONY: check quick test hosts coverage lint fmt type demo parity bench fullsize clean distclean
 
 check: lint quick
 
@@ -36,6 +39,13 @@ quick:
 test:
 	@$(SETUP) test comfyui
 	$(RUN) -m pytest $(TESTS)
+
+hosts:
+	@$(SETUP) test
+	@failed=; for host in $(or $(HOSTS),$(error HOSTS="FOLDER ..." names the ComfyUI trees)); do \
+		echo "== $$host"; \
+		COMFYUI_PATH="$$host" $(RUN) -m pytest -m comfyui $(TESTS) || failed="$$failed $$host"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 # Lines that only ranks or ComfyUI run count too.
 coverage:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
-from devtools.comfy_server import find_comfyui
+from devtools import stand_ins
+from devtools.comfy_server import find_comfyui, python_of
 from devtools.references import build_diffusers_transformer
 from workers.parallel.context import apply_context_parallel
 from workers.parallel.groups import MeshGroups
@@ -166,9 +167,12 @@ class ComfyForward:
 
 def use_comfyui() -> None:
     """Make ComfyUI's modules importable, set as by `--cpu --use-pytorch-cross-attention`."""
-    for folder in (find_comfyui(ROOT), ROOT / "devtools" / "stubs"):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    comfyui = find_comfyui(ROOT)
+    if str(comfyui) not in sys.path:
+        # What it needs beyond this environment lies in its own.
+        own = Path(python_of(comfyui)).parents[1].glob("lib/python*/site-packages")
+        sys.path += map(str, (comfyui, *own))
+        stand_ins.install()
     from comfy.cli_args import args
 
     # Before other modules are imported: they read these when they are.

@@ -3,7 +3,7 @@
 Covered: start on a free loopback port, queue a prompt and collect its events, interrupt, free,
 upload, view, stop or kill. Every wait has a deadline, and the server dies with the process that
 started it. Not covered: the browser front end. One object may be used from several threads.
-Source: the routes of ComfyUI's server.py, alike from 0.3.64 to 0.8.0.
+Source: the routes of ComfyUI's server.py, alike from 0.3.64 to 0.28.0.
 """
 
 from __future__ import annotations
@@ -106,13 +106,19 @@ def find_comfyui(root: Path) -> Path:
 
     Raises: FileNotFoundError when there is none.
     """
-    path = Path(os.environ.get("COMFYUI_PATH") or root / ".comfy" / "ComfyUI")
+    path = Path(os.environ.get("COMFYUI_PATH") or root / ".comfy" / "ComfyUI").absolute()
     if not (path / "main.py").is_file():
         raise FileNotFoundError(
             f"no ComfyUI at {path}: run `python3 scripts/setup_env.py test comfyui`, "
             "or set COMFYUI_PATH to a ComfyUI folder"
         )
     return path
+
+
+def python_of(comfyui: Path) -> str:
+    """The interpreter of the virtual environment in a ComfyUI folder; this process's if there is none."""
+    found = (comfyui / name / "bin" / "python" for name in ("venv", ".venv"))
+    return str(next(filter(Path.is_file, found), sys.executable))
 
 
 @dataclass(kw_only=True)
@@ -129,7 +135,6 @@ class ComfyServer:
     packs: Mapping[str, Path]
     extra_args: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    python: str = sys.executable
     use_gpu: bool = False
     start_timeout_s: float = 120.0
     url: str = field(default="", init=False)
@@ -217,7 +222,8 @@ class ComfyServer:
     def _spawn(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         command = [
-            self.python,
+            python_of(self.comfyui),
+            str(HERE / "stand_ins.py"),
             str(self.comfyui / "main.py"),
             *(() if self.use_gpu else ("--cpu",)),
         ]
@@ -225,8 +231,8 @@ class ComfyServer:
         command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
         command += ["--front-end-root", str(HERE / "stubs_web"), "--disable-auto-launch"]
         command += ["--disable-api-nodes", "--preview-method", "auto", *self.extra_args]
-        # Only the stubs: a pack that needs the repository on the path would fail for users.
-        env = {**os.environ, "PYTHONPATH": str(HERE / "stubs"), **self.env}
+        # A pack that needs the repository on the path would fail for users.
+        env = {**os.environ, "PYTHONPATH": "", **self.env}
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 interruptible(command),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -74,8 +73,11 @@ def trace(what: str) -> list[Entry]:
         base, lists = Path(folder) / "base", Path(folder) / "lists"
         lists.mkdir()
         graph = write_files(base, is_gguf=what == "gguf")
-        path = os.pathsep.join(map(str, (HERE / "traced", HERE / "stubs")))
-        env = {"PYTHONPATH": path, "TRACE_FOLDER": str(lists), "TRACE_ROOT": str(ROOT)}
+        env = {
+            "PYTHONPATH": str(HERE / "traced"),
+            "TRACE_FOLDER": str(lists),
+            "TRACE_ROOT": str(ROOT),
+        }
         with ComfyServer(
             comfyui=find_comfyui(ROOT), base=base, packs={PACK_FOLDER: ROOT}, env=env
         ) as server:

@@ -164,7 +164,7 @@ def install_extra(root: Path, extra: str, lock: int) -> None:
     _pip(root, ["install", "torch"], lock)
     _pip(root, ["install", *listing], lock)
     if extra in STARTS_COMFYUI:
-        # Its dependency torchvision would have to match torch's build; devtools/stubs stands in.
+        # Its dependency torchvision would have to match torch's build; devtools/stand_ins.py stands in.
         _pip(root, ["install", "--no-deps", "spandrel"], lock)
 
 

@@ -49,10 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as quick what uses none of OUTSIDE_THE_TEST, by itself or through another fixture."""
+    """Mark as quick what uses none of OUTSIDE_THE_TEST, also through another fixture; and what needs a ComfyUI."""
     for item in items:
-        if OUTSIDE_THE_TEST.isdisjoint(getattr(item, "fixturenames", ())):
+        fixtures = getattr(item, "fixturenames", ())
+        if OUTSIDE_THE_TEST.isdisjoint(fixtures):
             item.add_marker("quick")
+        if "comfyui_path" in fixtures:
+            item.add_marker("comfyui")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

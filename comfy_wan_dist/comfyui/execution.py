@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import comfy.model_management
 import comfy.utils
 
@@ -13,7 +11,18 @@ def check_interrupt() -> None:
     comfy.model_management.throw_exception_if_processing_interrupted()
 
 
-def progress_bar() -> Callable[[int, int], None]:
-    """ComfyUI's for the executing node; it is told how much is done, and of how much."""
-    update: Callable[[int, int], None] = comfy.utils.ProgressBar(1).update_absolute
-    return update
+class ProgressReporter:
+    """ComfyUI's progress bar for the executing node."""
+
+    def __init__(self) -> None:
+        self._shown = (0, 0)
+
+    def update(self, done: int, total: int) -> None:
+        """Show that `done` of `total` is done, unless that is what is shown."""
+        if self._shown == (done, total):
+            return
+        # A bar may keep back what is hardly above the last value it sent, such as the first steps after a load.
+        if done < self._shown[0] or total != self._shown[1]:
+            self._bar = comfy.utils.ProgressBar(total)
+        self._shown = (done, total)
+        self._bar.update_absolute(done, total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import folder_paths
@@ -10,6 +11,7 @@ import folder_paths
 from ..ipc.errors import ConfigError, ModelFileError
 from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES, is_later_part
 from ..model_file.offered import folder_named, listed_names
+from ..model_file.walk import walk_models
 
 FILE_FOLDER_LABELS = ("input", "output")
 COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
@@ -18,11 +20,11 @@ COMPONENTS = {"diffusion_models": "transformer", "vae": "vae"}
 
 def list_models(folder: str) -> list[str]:
     """Names of the models in a folder of COMPONENTS and in that for diffusers; model_file/offered.py says which."""
-    files = list(folder_paths.get_filename_list(folder))
+    files = _listed_files(folder)
     if folder == "diffusion_models":
-        files += [name for name in gguf_files(folder) if name not in files]
+        files += gguf_files(folder)
     return listed_names(
-        [name for name in files if name.endswith((*SUFFIXES, GGUF_SUFFIX))],
+        [name for name in dict.fromkeys(files) if name.endswith((*SUFFIXES, GGUF_SUFFIX))],
         folder_paths.get_folder_paths(folder),
         pipeline_roots(folder),
         component=COMPONENTS[folder],
@@ -37,7 +39,16 @@ def pipeline_roots(folder: str) -> list[str]:
 
 def list_loras() -> list[str]:
     """Names of the files in the folders of LoRAs."""
-    return [name for name in folder_paths.get_filename_list("loras") if name.endswith(SUFFIXES)]
+    return [name for name in _listed_files("loras") if name.endswith(SUFFIXES)]
+
+
+def _listed_files(folder: str) -> list[str]:
+    """Names of the files in the folders of a kind, as ComfyUI lists them."""
+    try:
+        names = folder_paths.get_filename_list(folder)
+    except OSError:  # a folder that it has listed before is gone, whose time it looks at first
+        names = folder_paths.get_filename_list_(folder)[0]
+    return list(names)
 
 
 def lora_path(name: str) -> str:
@@ -50,8 +61,15 @@ def lora_path(name: str) -> str:
 def gguf_files(folder: str) -> list[str]:
     """Names of the GGUF files in a model folder, which ComfyUI's own lists leave out."""
     roots = folder_paths.get_folder_paths(folder)
-    files = {file for root in roots for file in folder_paths.recursive_search(root, [".git"])[0]}
-    return sorted(file for file in files if file.endswith(GGUF_SUFFIX) and not is_later_part(file))
+    names = {name for root in roots for name in _names_below(root, GGUF_SUFFIX, follow_links=True)}
+    return sorted(name for name in names if not is_later_part(name))
+
+
+def _names_below(root: str, suffix: str, *, follow_links: bool) -> Iterator[str]:
+    for folder, _, files in walk_models(root, follow_links=follow_links):
+        for name in files:
+            if name.endswith(suffix):
+                yield os.path.relpath(os.path.join(folder, name), root)
 
 
 def model_path(folder: str, name: str) -> str:
@@ -84,8 +102,8 @@ def list_conditioning() -> list[str]:
     """Names of .safetensors files in the input and output folders, each ending in its folder's label."""
     names = []
     for label in FILE_FOLDER_LABELS:
-        base = Path(folder_paths.get_directory_by_type(label))
-        found = sorted(path.relative_to(base).as_posix() for path in base.rglob("*.safetensors"))
+        base = folder_paths.get_directory_by_type(label)
+        found = sorted(_names_below(base, ".safetensors", follow_links=False))
         names += [f"{name} [{label}]" for name in found]
     return names
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.k_diffusion.sampling
@@ -41,6 +43,19 @@ def latent_format(channels: int) -> Any:
     """How ComfyUI normalises the latents of the VAE with so many channels."""
     formats = comfy.latent_formats
     return formats.Wan22() if channels == TI2V_CHANNELS else formats.Wan21()
+
+
+def fit_latent(latent: Latent, shape: WanShape) -> dict[str, Any]:
+    """The LATENT as this ComfyUI's own samplers take it: an empty one may be made for another model, or for images."""
+    out = dict(latent)
+    samples = out.get("samples")
+    if isinstance(samples, Tensor) and samples.dim() in (4, 5) and samples.numel():
+        fit = comfy.sample.fix_empty_latent_channels
+        # What it takes beside the samples, such as their stride, later versions read from the LATENT and remove.
+        strides = {key: out.pop(key) for key in latent if key in inspect.signature(fit).parameters}
+        model = SimpleNamespace(get_model_object=lambda _: latent_format(shape.out_dim))
+        out["samples"] = fit(model, samples, **strides)
+    return out
 
 
 def latent_for_model(latent: Latent, shape: WanShape) -> Tensor:

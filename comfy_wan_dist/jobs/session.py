@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comfyui.devices import cuda_devices, free_devices, visible_cuda
-from ..comfyui.execution import check_interrupt, progress_bar
+from ..comfyui.execution import ProgressReporter, check_interrupt
 from ..comfyui.folders import log_folder
 from ..group.default import default_groups
 from ..group.progress import overall
@@ -101,17 +101,12 @@ class Session:
 
         When a device is short of memory, ComfyUI's own models are moved off it and the piece is tried once more.
         """
-        show_bar = progress_bar()
+        bar = ProgressReporter()
         latest: list[Progress | None] = [None] * len(pieces)
-        shown = (0, 0)
 
         def show(piece: int, progress: Progress) -> None:
-            nonlocal shown
             latest[piece] = progress
-            position = overall(latest)
-            if position != shown:  # a plane that loads while others work moves nothing
-                shown = position
-                show_bar(*position)
+            bar.update(*overall(latest))  # a plane that loads while others work moves nothing
 
         caller = Caller(on_progress=show, check_interrupt=check_interrupt, make_room=free_devices)
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
@@ -62,16 +61,6 @@ def is_folder(path: Path) -> bool:
         if error.errno == errno.ELOOP:
             raise ModelFileError(f"{path.name} cannot be read: {error.strerror}") from error
         return False
-
-
-def walk(root: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """`os.walk` through links, but not again into a folder: links may lead in a circle."""
-    seen = {os.path.realpath(root)}
-    for folder, folders, names in os.walk(root, followlinks=True):
-        yield folder, folders, names
-        places = {name: os.path.realpath(os.path.join(folder, name)) for name in sorted(folders)}
-        folders[:] = [name for name, place in places.items() if place not in seen]
-        seen.update(places.values())
 
 
 def index_of(path: Path) -> Path | None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
-from .files import COMPONENT_FILE, PIPELINE_NAME, index_of, walk
+from .files import COMPONENT_FILE, PIPELINE_NAME, index_of
+from .walk import walk_models
 
 PIPELINE_LABEL = " [diffusers]"
 
@@ -29,18 +30,27 @@ def listed_names(
         lambda folder: any(_is_pipeline(os.path.join(root, folder), component) for root in roots)
     )
 
-    def folder_of(file: PurePath) -> str | None:
+    @functools.cache
+    def pipeline_of(folder: str) -> str | None:
+        """The outermost pipeline that a folder is or lies in."""
+        outer = os.path.dirname(folder)
+        around = pipeline_of(outer) if outer else None
+        return around or (folder if is_pipeline(folder) else None)
+
+    def folder_of(file: str) -> str | None:
         """The folder that is listed in place of a file."""
-        parents = [str(parent) for parent in file.parents][:-1]
-        if outer := [parent for parent in parents if is_pipeline(parent)]:
-            return outer[-1]
+        folder = os.path.dirname(file)
+        if not folder:
+            return None
+        if pipeline := pipeline_of(folder):
+            return pipeline
         indices = (index_of(Path(root, file)) for root in roots)
-        is_part = file.name == COMPONENT_FILE or any(
+        is_part = os.path.basename(file) == COMPONENT_FILE or any(
             index is not None and os.path.isfile(index) for index in indices
         )
-        return parents[0] if parents and is_part else None
+        return folder if is_part else None
 
-    folder_by_file = {name: folder_of(PurePath(name)) for name in files}
+    folder_by_file = {name: folder_of(name) for name in files}
     folders = {folder for folder in folder_by_file.values() if folder is not None}
     pipelines = {
         os.path.relpath(folder, root)
@@ -69,9 +79,10 @@ def _is_pipeline(folder: str, component: str) -> bool:
 
 
 def _pipelines_below(root: str, component: str) -> Iterator[str]:
-    for folder, folders, _ in walk(root):
-        if folder != root and _is_pipeline(folder, component):
-            yield folder
+    for folder, folders, files in walk_models(root, follow_links=True):
+        if folder != root and PIPELINE_NAME in files:
+            if component in folders:
+                yield folder
             folders.clear()
 
 

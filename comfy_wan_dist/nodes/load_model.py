@@ -21,6 +21,7 @@ class LoadModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        models = list_models("diffusion_models")
         return io.Schema(
             node_id="WanDistLoadModel",
             display_name="Wan Dist Load Model",
@@ -31,7 +32,7 @@ class LoadModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=list_models("diffusion_models"),
+                    options=models,
                     tooltip="File or folder in models/diffusion_models, or folder of diffusers in models/diffusers: 16 "
                     "or 32 bits, fp8 with or without scales, or GGUF.",
                 ),
@@ -81,7 +82,7 @@ class LoadModel(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "low_noise_model",
-                    options=[NO_EXPERT, *list_models("diffusion_models")],
+                    options=[NO_EXPERT, *models],
                     default=NO_EXPERT,
                     optional=True,
                     tooltip="For a model in two experts, such as T2V-A14B: its file for low noise, beside the one for "

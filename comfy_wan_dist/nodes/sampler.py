@@ -9,7 +9,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..comfyui.conditioning import Conditioning, read_prompt
-from ..comfyui.latent import Latent, finish_sampling, prepare_sampling
+from ..comfyui.latent import Latent, finish_sampling, fit_latent, prepare_sampling
 from ..comfyui.schedule import build_schedule, list_schedulers, sigmas_schedule
 from ..ipc.errors import ConfigError
 from ..jobs import session
@@ -164,8 +164,9 @@ class Sampler(io.ComfyNode):
             if not isfinite(value):
                 raise ConfigError(f"{name} is {value}; it must be a number")
         resolved = session.resolve(model)
+        latent_image = fit_latent(latent_image, resolved.shape)
         if not schedule.timesteps:
-            return io.NodeOutput(dict(latent_image), "no steps: nothing was computed")
+            return io.NodeOutput(latent_image, "no steps: nothing was computed")
         experts = choose_experts(
             resolved,
             schedule,

@@ -50,8 +50,19 @@ class SaveTensors:
         return {"ui": {"tensors": [{"filename": name, "subfolder": subfolder, "type": "output"}]}}
 
 
+def small_vae(module: Any, weights: dict[str, Tensor], **widths: int) -> tuple[Any]:
+    """The object that VAELoader makes, around ComfyUI's own network in `module`, in other widths than it takes for
+    granted."""
+    stock = module.WanVAE
+    module.WanVAE = lambda **config: stock(**{**config, **widths})
+    try:
+        return (comfy.sd.VAE(sd=weights),)
+    finally:
+        module.WanVAE = stock
+
+
 class SmallVAELoader:
-    """The object that VAELoader makes, around ComfyUI's own network in the file's widths."""
+    """`small_vae` of a file of the Wan2.2 VAE, in the file's widths."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
@@ -63,17 +74,12 @@ class SmallVAELoader:
 
     def load(self, vae_name: str) -> tuple[Any]:
         weights = comfy.utils.load_torch_file(folder_paths.get_full_path_or_raise("vae", vae_name))
-        widths = {
-            "dim": weights["encoder.conv1.weight"].shape[0],
-            "dec_dim": weights["decoder.head.2.weight"].shape[1],
-        }
-        module = comfy.ldm.wan.vae2_2
-        stock = module.WanVAE
-        module.WanVAE = lambda **config: stock(**{**config, **widths})
-        try:
-            return (comfy.sd.VAE(sd=weights),)
-        finally:
-            module.WanVAE = stock
+        return small_vae(
+            comfy.ldm.wan.vae2_2,
+            weights,
+            dim=weights["encoder.conv1.weight"].shape[0],
+            dec_dim=weights["decoder.head.2.weight"].shape[1],
+        )
 
 
 class GivenSigmas:
@@ -192,7 +198,7 @@ class RandomVAE:
             name: torch.randn(value.shape, generator=generator) * value[0].numel() ** -0.5
             for name, value in network.state_dict().items()
         }
-        return (comfy.sd.VAE(sd=weights),)
+        return small_vae(comfy.ldm.wan.vae, weights, dim=8)
 
 
 NODE_CLASS_MAPPINGS = {

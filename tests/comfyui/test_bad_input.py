@@ -168,6 +168,7 @@ def write_bad_inputs(folder: Path) -> None:
         save_file({"latent_tensor": samples, "latent_format_version_0": version}, folder / name)
 
     write_latent("wan21.latent", torch.ones(1, 16, 3, 8, 12))
+    write_latent("image.latent", torch.ones(1, 4, 8, 12))
     write_latent("few.latent", torch.ones(1, 48, 1, 0, 6))
     write_latent("nan.latent", torch.full((1, 48, 3, 4, 6), torch.nan))
     (folder / "model.safetensors").write_bytes((folder.parent / VAES / VAE).read_bytes())
@@ -410,16 +411,16 @@ def test_latent_with_the_channels_of_another_model_is_refused(
     refuse: Callable[..., str], seed: int
 ) -> None:
     graph = sampled_latent(seed=seed)
-    graph["latent"] = node("EmptyHunyuanLatentVideo", width=96, height=64, length=9, batch_size=1)
+    graph["latent"] = node("LoadLatent", latent="wan21.latent")
     message = refuse(graph, at="sampler", error="ConfigError")
     assert_says(message, ["[1, 16, 3, 8, 12]", "48", "Wan22ImageToVideoLatent"])
 
 
 def test_latent_of_a_still_image_is_refused(refuse: Callable[..., str], seed: int) -> None:
     graph = sampled_latent(seed=seed)
-    graph["latent"] = node("EmptyLatentImage", width=96, height=64, batch_size=1)
+    graph["latent"] = node("LoadLatent", latent="image.latent")
     message = refuse(graph, at="sampler", error="ConfigError")
-    assert_says(message, ["[1, 4, 8, 12]", "frames", "Wan22ImageToVideoLatent"])
+    assert_says(message, ["[1, 4, 1, 8, 12]", "frames", "Wan22ImageToVideoLatent"])
     graph = image_to_video(seed=seed)
     graph["sampler"] = node("EmptyLatentImage", width=96, height=64, batch_size=1)
     assert_says(refuse(graph, at="decode", error="ConfigError"), ["[1, 4, 8, 12]", "48"])

@@ -22,6 +22,7 @@ import pytest
 import torch
 from comfy_kit import (
     BackgroundRun,
+    assert_counted,
     bytes_read,
     error_of,
     group_of,
@@ -170,12 +171,12 @@ def test_image_to_video_yields_frames_and_one_progress_event_per_step(
     with Image.open(path) as picture:
         assert picture.size == (96, 64)
     # A load counts percent before it, and only when there is one.
-    steps = [event for event in progress_of(result, "sampler") if event[1] != 100]
-    assert steps == [(1, 3), (2, 3), (3, 3)]
-    assert [value for value in progress_of(result, "decode") if value[1] != 100][-1] == (3, 3)
+    assert_counted(result, "sampler", 3)
+    assert_counted(result, "decode", 3)
 
     again = succeed(server, image_to_video(seed=seed + 1, steps=4))
-    assert progress_of(again, "sampler") == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert_counted(again, "sampler", 4)
+    assert {most for _, most in progress_of(again, "sampler")} == {4}
 
 
 def test_uint8_frames_arrive_as_an_image_of_256_steps(server: ComfyServer, seed: int) -> None:
@@ -254,11 +255,7 @@ def test_denoise_below_one_keeps_steps_and_depends_on_the_given_latent(
     for denoise in (0.5, 1.0):
         graph = sampled_latent(seed=seed, steps=3, denoise=denoise)
         result = succeed(server, graph)
-        assert [event for event in progress_of(result, "sampler") if event[1] != 100] == [
-            (1, 3),
-            (2, 3),
-            (3, 3),
-        ]
+        assert_counted(result, "sampler", 3)
         latents[denoise] = latent_of(server, result)
     assert latents[0.5].isfinite().all()
     assert not torch.allclose(latents[0.5], latents[1.0], atol=0.1)
@@ -295,7 +292,7 @@ def test_samplers_and_schedulers_all_run_and_differ(server: ComfyServer, seed: i
     for sampler, scheduler in choices:
         graph = sampled_latent(seed=seed, steps=4, sampler=sampler, scheduler=scheduler)
         result = succeed(server, graph)
-        assert len([event for event in progress_of(result, "sampler") if event[1] == 4]) == 4
+        assert_counted(result, "sampler", 4)
         latent = latent_of(server, result)
         assert latent.isfinite().all(), (sampler, scheduler)
         assert not any(torch.equal(latent, other) for other in latents), (sampler, scheduler)
@@ -596,8 +593,8 @@ def test_interrupt_ends_a_decode_of_121_frames_within_a_chunk_and_the_group_goes
     events = [event for event in run.steps("decode") if event.data["max"] == chunks]
     # Latent frames that are done: one after the other, and not to the end.
     counted = [event.data["value"] for event in events]
-    assert counted == list(range(1, len(counted) + 1))
-    assert chunks // 2 <= len(counted) < chunks
+    assert counted == sorted(set(counted))
+    assert chunks // 2 <= counted[-1] < chunks
     times = [event.at_s for event in events]
     chunk_s = max(later - earlier for earlier, later in pairwise(times))
     (end,) = result.of_kind("execution_interrupted")

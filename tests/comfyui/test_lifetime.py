@@ -30,7 +30,6 @@ from comfy_kit import (
 from graphs import sampled_latent
 from group_kit import wait_until
 
-from devtools import comfy_server
 from devtools.comfy_server import ComfyServer
 
 # A server and a group start within the first test that needs them.
@@ -38,7 +37,6 @@ pytestmark = pytest.mark.timeout(240)
 
 LIMIT_S = 5.0
 STEPS = 900
-STUBS = Path(comfy_server.__file__).resolve().parent / "stubs"
 # Python runs a module of this name first; `slow` beside it is the switch.
 SLOW_READS = """
 import os
@@ -92,8 +90,8 @@ def start_server(
     slow_switch: Path,
 ) -> StartServer:
     def start() -> ComfyServer:
-        path = os.pathsep.join([str(slow_switch.parent), str(STUBS)])
-        return comfy_server_factory(base=base, env={"TMPDIR": str(private), "PYTHONPATH": path})
+        env = {"TMPDIR": str(private), "PYTHONPATH": str(slow_switch.parent)}
+        return comfy_server_factory(base=base, env=env)
 
     return start
 

@@ -48,7 +48,14 @@ def as_text(info: dict[str, Any]) -> str:
 
 
 def test_nodes_are_as_saved_workflows_know_them(comfy: ComfyServer) -> None:
-    assert as_text(fetched(comfy.url)) == STORED.read_text(encoding="utf-8")
+    stored = STORED.read_text(encoding="utf-8")
+    known = json.loads(stored)
+    # Later versions of ComfyUI say more of a node.
+    told = {
+        name: {key: value for key, value in node.items() if key in known.get(name, node)}
+        for name, node in fetched(comfy.url).items()
+    }
+    assert as_text(told) == stored
 
 
 if __name__ == "__main__":

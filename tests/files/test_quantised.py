@@ -589,19 +589,25 @@ def write_comfyui_results(folder: Path) -> None:
     import comfy.cli_args
 
     comfy.cli_args.args.cpu = True
+    import comfy.ops
     import comfy.sd
 
     torch.set_num_threads(1)
     inputs = CASE.inputs(STOCK_SHAPE)
     assert inputs.uncond is not None
     results = {}
-    for name in STOCK_FORMS:
+    # ComfyUI 0.3.64 reads no metadata.
+    forms = STOCK_FORMS if hasattr(comfy.ops, "mixed_precision_ops") else STOCK_FORMS[:3]
+    for name in forms:
         loaded = comfy.sd.load_diffusion_model(str(folder / f"{name}.safetensors"))
         model = loaded.model.diffusion_model
         for path, module in model.named_modules():
             if isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2:
                 convert = getattr(module, "convert_weight", lambda weight: weight)
-                results[f"{name}/{path}.weight"] = convert(module.weight).float().contiguous()
+                weight = module.weight.data
+                # A ComfyUI that has no tensors of its own for this gives plain ones to it in another type.
+                given = weight.float() if type(weight) is Tensor else weight
+                results[f"{name}/{path}.weight"] = convert(given).float().contiguous()
         time = torch.tensor([700.0])
         with torch.no_grad():
             cond, uncond = (
@@ -633,10 +639,12 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
     write_stock_forms(tmp_path)
     run_beside_comfyui(__file__, tmp_path, comfyui_path)
     results = load_file(tmp_path / "results.safetensors")
-    specs = [model_spec(tmp_path / f"{name}.safetensors") for name in STOCK_FORMS]
+    forms = [name for name in STOCK_FORMS if f"{name}/velocity" in results]
+    assert forms[:3] == list(STOCK_FORMS[:3])
+    specs = [model_spec(tmp_path / f"{name}.safetensors") for name in forms]
     (ours,) = rank_pool.run(1, programs.velocities, "single", specs, CASE.inputs(STOCK_SHAPE))
     (weights,) = rank_pool.run(1, programs.matrices, "single", specs)
-    for name, velocity, matrices in zip(STOCK_FORMS, ours, weights, strict=True):
+    for name, velocity, matrices in zip(forms, ours, weights, strict=True):
         assert relative_error(velocity, results[f"{name}/velocity"]) < 1e-4
         assert len(matrices) > 10
         for path, matrix in matrices.items():

@@ -19,7 +19,7 @@ from typing import Any
 import graphs
 import pytest
 import torch
-from comfy_kit import group_of, latent_of, progress_of, succeed
+from comfy_kit import assert_counted, group_of, latent_of, succeed
 from graphs import node, sampled_latent
 from torch import Tensor
 
@@ -275,7 +275,7 @@ def test_two_sampler_nodes_of_a_graph_share_a_run(comfy: ComfyServer) -> None:
         ("sampler", "save", alone[0]),
         ("second", "save second", alone[1]),
     ]:
-        assert progress_of(result, name)[-8:] == [(done, 8) for done in range(1, 9)]
+        assert_counted(result, name, 8)
         error = relative_error(latent_of(comfy, result, save), expected)
         print(f"{name}: error {error:.1e}")
         assert error <= LIMIT

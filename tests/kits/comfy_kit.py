@@ -52,6 +52,14 @@ def progress_of(result: PromptResult, node: str) -> list[tuple[int, int]]:
     return [(e.data["value"], e.data["max"]) for e in events if e.data["node"] == node]
 
 
+def assert_counted(result: PromptResult, node: str, total: int) -> None:
+    """A node's bar counted up to `total`. A host may leave out any number but the last."""
+    seen = [value for value, most in progress_of(result, node) if most == total]
+    assert seen, progress_of(result, node)
+    assert seen == sorted(set(seen))
+    assert 1 <= seen[0] <= seen[-1] == total
+
+
 def error_of(result: PromptResult) -> Event:
     """The execution_error of a prompt that must fail."""
     assert result.status == "error", f"the prompt ended with {result.status}"
@@ -102,8 +110,12 @@ class BackgroundRun:
         return [e for e in events if e.kind == "progress" and e.data["node"] == node]
 
     def wait_for_steps(self, count: int, *, maximum: int, node: str = "sampler") -> None:
-        """Wait for `count` progress events that count up to `maximum`."""
-        self.wait_for(lambda: sum(e.data["max"] == maximum for e in self.steps(node)) >= count)
+        """Wait until a node's bar has shown `count` of `maximum`."""
+        self.wait_for(
+            lambda: any(
+                e.data["max"] == maximum and e.data["value"] >= count for e in self.steps(node)
+            )
+        )
 
 
 # ---- processes

@@ -1,13 +1,24 @@
-"""A test file run as a script beside ComfyUI, in a process of its own: stubs and arguments stay out of the tests."""
+"""A test file run as a script beside ComfyUI, in a process of its own: its arguments stay out of the tests."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import sysconfig
 from pathlib import Path
 
+from devtools.comfy_server import python_of
+
 REPO = Path(__file__).resolve().parents[2]
+# What the test imports and a ComfyUI's own environment lacks comes last.
+CHILD = """
+import runpy, sys
+from devtools import stand_ins
+stand_ins.install()
+sys.path.append(sys.argv[1])
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def run_beside_comfyui(script: str, argument: Path, comfyui_path: Path) -> str:
@@ -16,12 +27,18 @@ def run_beside_comfyui(script: str, argument: Path, comfyui_path: Path) -> str:
         str(REPO),
         str(REPO / "tests" / "kits"),
         str(comfyui_path),
-        str(REPO / "devtools" / "stubs"),
     ]
     if "PYTHONPATH" in os.environ:
         search.append(os.environ["PYTHONPATH"])
     child = subprocess.run(
-        [sys.executable, script, str(argument)],
+        [
+            python_of(comfyui_path),
+            "-c",
+            CHILD,
+            sysconfig.get_path("purelib"),
+            script,
+            str(argument),
+        ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(search), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,

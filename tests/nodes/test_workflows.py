@@ -251,7 +251,8 @@ def test_object_info_has_the_widgets_in_this_order(comfy: ComfyServer) -> None:
                         found.append("control_after_generate")
                     if options and options[0].get("image_upload"):
                         found.append("upload")
-        assert found == widgets, name
+        # Later versions of ComfyUI have given nodes of its own more, at the end.
+        assert (found if name.startswith("WanDist") else found[: len(widgets)]) == widgets, name
 
 
 @pytest.mark.parametrize("name", API_NAMES)

@@ -586,10 +586,9 @@ def test_inputs_for_another_model_are_refused(server: ComfyServer, seed: int) ->
         batch_size=1,
     )
     graph["longer"] = node("EmptyHunyuanLatentVideo", width=80, height=48, length=13, batch_size=1)
-    graph["other vae"] = node(
-        "Wan22ImageToVideoLatent", width=64, height=64, length=9, batch_size=1
-    )
-    graph["other vae"]["inputs"]["vae"] = ["vae", 0]
+    other = {"latent_tensor": torch.ones(1, 48, 3, 4, 4), "latent_format_version_0": torch.ones(0)}
+    save_file(other, server.base / "input" / "other.latent")
+    graph["other vae"] = node("LoadLatent", latent="other.latent")
     cases: list[tuple[dict[str, Any], list[str]]] = [
         (
             {"model": ["t2v", 0], "positive": ["start", 0], "latent_image": ["start", 2]},

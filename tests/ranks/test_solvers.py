@@ -116,8 +116,10 @@ def write_comfyui_results(path: Path) -> None:
     }
 
     class Model:
+        # Where one ComfyUI or another looks for it.
         inner_model = SimpleNamespace(
-            inner_model=SimpleNamespace(model_sampling=comfy.model_sampling.CONST())
+            inner_model=SimpleNamespace(model_sampling=comfy.model_sampling.CONST()),
+            model_patcher=SimpleNamespace(get_model_object=lambda _: comfy.model_sampling.CONST()),
         )
 
         def __call__(self, x: Tensor, sigma: Tensor, seed: int) -> Tensor:

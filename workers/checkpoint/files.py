@@ -9,8 +9,8 @@ from typing import Protocol
 
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import LoraSpec, ModelSpec, VAESpec
-from comfy_wan_dist.model_file.files import walk
 from comfy_wan_dist.model_file.header import ModelFile, content_of, read_model_file
+from comfy_wan_dist.model_file.walk import walk_models
 
 Spec = ModelSpec | LoraSpec | VAESpec
 
@@ -70,6 +70,6 @@ class CopiedFiles:
     def _candidates(self, path: Path) -> Iterator[Path]:
         yield path
         if self._folder is not None:
-            for folder, _, names in walk(self._folder):
+            for folder, _, names in walk_models(str(self._folder), follow_links=True):
                 if path.name in names:
                     yield Path(folder, path.name)

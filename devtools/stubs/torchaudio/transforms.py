@@ -1,6 +1,0 @@
-class MelScale:
-    def __init__(self, *_args, **_kwargs):
-        raise NotImplementedError("torchaudio is not installed, only a stand-in for imports")
-
-
-MelSpectrogram = MelScale

@@ -1,4 +1,0 @@
-from . import functional
-from .functional import InterpolationMode
-
-__all__ = ["InterpolationMode", "functional"]
