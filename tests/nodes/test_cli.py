@@ -14,6 +14,7 @@ import pytest
 from comfy_wan_dist.cli import device_pool, main
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.devices import GB
+from comfy_wan_dist.mesh.host_memory import HostMemory, host_memory
 from comfy_wan_dist.planning.calibration import measure_cpu
 from comfy_wan_dist.planning.doctor import (
     GPU,
@@ -22,7 +23,6 @@ from comfy_wan_dist.planning.doctor import (
     diagnose,
     examine,
     findings_text,
-    free_host_memory,
     parse_topology,
 )
 from comfy_wan_dist.planning.hardware import Calibration
@@ -166,7 +166,7 @@ SOUND = Machine(
     torch_cuda="13.0",
     nccl="2.28.9",
     has_memfd=True,
-    memory_free=200 * GB,
+    memory=HostMemory(free=200 * GB, group=None),
     driver_gpus=2,
     gpus=(H100, H100),
     nvlinks=frozenset({(0, 1), (1, 0)}),
@@ -224,7 +224,11 @@ FAULTS: tuple[tuple[Machine, Level, str], ...] = (
     ),
     (replace(SOUND, nvlinks=frozenset()), Level.NOTE, "There is no NVLink"),
     (replace(SOUND, nvlinks=None), Level.NOTE, "whether there is NVLink is not known"),
-    (replace(SOUND, memory_free=None), Level.NOTE, "could not be read"),
+    (
+        replace(SOUND, memory=HostMemory(free=3 * GB, group=Path("/sys/fs/cgroup/a.scope"))),
+        Level.NOTE,
+        "3.0 GB of host memory are free within the limit of the control group /sys/fs/cgroup/a.scope",
+    ),
     (
         replace(SOUND, gpus=(replace(H100, name="Tesla T4"),) * 2),
         Level.NOTE,
@@ -270,8 +274,7 @@ def test_doctor_sees_this_machine() -> None:
     assert machine.system == "Linux"
     assert machine.has_memfd
     assert machine.torch is not None
-    assert machine.memory_free == pytest.approx(free_host_memory(), rel=0.2)
-    assert free_host_memory(Path("/nowhere")) is None
+    assert machine.memory.free == pytest.approx(host_memory().free, rel=0.2)
 
 
 @pytest.mark.parametrize(
