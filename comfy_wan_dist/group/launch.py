@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,17 +48,25 @@ class StartInterrupted(Exception):
 
 
 class GroupLog:
-    """The file that the group's processes write to. It stays; `tail` tells of this start only."""
+    """The file that the group's processes write to. It stays; `tail` tells of this start only.
+
+    path: as asked for, or where that cannot be written a new temporary file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size > MAX_LOG_BYTES:
-                path.replace(path.with_name(path.name + ".old"))
-        self.descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_size > MAX_LOG_BYTES:
+                    path.replace(path.with_name(path.name + ".old"))
+            self.descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            self.descriptor, name = tempfile.mkstemp(prefix=f"wan-dist-{path.stem}-", suffix=".log")
+            self.path = Path(name)
+            logger.warning("the log cannot be written (%s); it goes to %s", error, name)
         self._start = os.fstat(self.descriptor).st_size
 
     def tail(self) -> str:

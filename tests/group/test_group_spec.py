@@ -7,7 +7,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,49 @@ def test_log_tail_is_of_this_start_and_the_file_does_not_grow_for_ever(
     monkeypatch.setattr(launch, "MAX_LOG_BYTES", 5)
     GroupLog(path).close()
     assert path.read_text() == ""
+
+
+def no_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the refusal is made up."""
+    (folder / "user.log").touch()
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        if path == folder / "user.log":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder, _: folder.rmdir() or folder.touch(), "File exists"),
+        (lambda folder, _: (folder / "user.log").mkdir(), "Is a directory"),
+        (no_permission, "Permission denied"),  # an earlier run's as root
+    ],
+)
+def test_log_goes_elsewhere_where_the_user_folder_cannot_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    for name in ("logs", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    spoil(tmp_path / "logs", monkeypatch)
+    log = GroupLog(tmp_path / "logs" / "user.log")
+    os.write(log.descriptor, b"one\n")
+    log.close()
+    assert log.path.parent == tmp_path / "tmp"
+    assert log.tail() == "one"
+    assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
+    (warning,) = caplog.messages
+    assert reason in warning
+    assert str(log.path) in warning
 
 
 def test_process_handle_never_signals_a_stranger() -> None:

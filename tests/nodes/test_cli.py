@@ -26,6 +26,7 @@ from comfy_wan_dist.planning.doctor import (
     parse_topology,
 )
 from comfy_wan_dist.planning.hardware import Calibration
+from comfy_wan_dist.planning.permissions import unwritable_log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,6 +167,7 @@ SOUND = Machine(
     torch_cuda="13.0",
     nccl="2.28.9",
     has_memfd=True,
+    unwritable_log=None,
     memory=HostMemory(free=200 * GB, group=None),
     driver_gpus=2,
     gpus=(H100, H100),
@@ -225,6 +227,11 @@ FAULTS: tuple[tuple[Machine, Level, str], ...] = (
     (replace(SOUND, nvlinks=frozenset()), Level.NOTE, "There is no NVLink"),
     (replace(SOUND, nvlinks=None), Level.NOTE, "whether there is NVLink is not known"),
     (
+        replace(SOUND, unwritable_log=Path("/c/user")),
+        Level.NOTE,
+        "/c/user cannot be written, so logs",
+    ),
+    (
         replace(SOUND, memory=HostMemory(free=3 * GB, group=Path("/sys/fs/cgroup/a.scope"))),
         Level.NOTE,
         "3.0 GB of host memory are free within the limit of the control group /sys/fs/cgroup/a.scope",
@@ -255,6 +262,23 @@ def test_doctor_reads_the_topology() -> None:
     )
     assert parse_topology(matrix) == {(0, 1), (1, 0)}
     assert parse_topology("") is None
+
+
+def test_doctor_finds_what_keeps_logs_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, logs = tmp_path / "user", tmp_path / "user/wan_dist_logs"
+    assert unwritable_log(user) is None  # no ComfyUI
+    user.touch()
+    assert unwritable_log(user) == user
+    user.unlink()
+    logs.mkdir(parents=True)
+    foreign = logs / "tp2.log"
+    foreign.touch()
+    assert unwritable_log(user) is None
+    # Root may write everywhere, so the refusal is made up.
+    monkeypatch.setattr("os.access", lambda path, _: path != foreign)
+    assert unwritable_log(user) == foreign
 
 
 def test_doctor_runs_here_with_the_exit_code_of_its_findings(
