@@ -167,7 +167,8 @@ class RunningProcesses:
                 "the worker group's processes %s do not end", [handle.pid for handle in handles]
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.1)  # reaps
+            # Reaps. Without pidfds its first thread has ended, and the others need a moment.
+            self._process.wait(timeout=1.0)
         for handle in handles[1:]:
             handle.close()
         self._resources.close()

@@ -16,16 +16,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
-from pathlib import Path
 
-from ..group.spec import PACK_ROOT
 from ..mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
 from ..mesh.devices import GB
 from ..mesh.host_memory import HostMemory, host_memory
 from ..mesh.shape import TI2V_5B
 from ..mesh.workload import Workload
 from .hardware import find_device
-from .permissions import unwritable_log
+from .permissions import Permissions, examine_permissions
 
 MIN_PYTHON = (3, 10)
 PROBE_TIMEOUT_S = 20
@@ -73,7 +71,7 @@ class Machine:
     torch_cuda: str | None
     nccl: str | None
     has_memfd: bool
-    unwritable_log: Path | None
+    permissions: Permissions
     memory: HostMemory
     driver_gpus: int
     gpus: tuple[GPU, ...]
@@ -104,7 +102,7 @@ def examine() -> Machine:
         torch_cuda=torch_cuda,
         nccl=nccl,
         has_memfd=_has_memfd(),
-        unwritable_log=unwritable_log(PACK_ROOT.parents[1] / "user"),
+        permissions=examine_permissions(),
         memory=host_memory(),
         driver_gpus=len(re.findall("^GPU ", _output("nvidia-smi", "-L"), flags=re.MULTILINE)),
         gpus=gpus,
@@ -222,11 +220,7 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
             "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
             "sandbox that allows the call."
         )
-    if machine.unwritable_log is not None:
-        yield _note(
-            f"{machine.unwritable_log} cannot be written, so logs of worker groups go to the folder of temporary "
-            "files; give it to the user that ComfyUI runs as."
-        )
+    yield from map(_note, machine.permissions.lacking())
 
 
 def _check_torch(machine: Machine) -> Iterator[Finding]:

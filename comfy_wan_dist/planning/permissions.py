@@ -3,7 +3,41 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+
+from ..group.process import has_pidfds
+from ..group.spec import PACK_ROOT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Permissions:
+    """unwritable_log: what keeps groups from writing their logs, if anything does."""
+
+    has_pidfds: bool = True
+    unwritable_log: Path | None = None
+
+    def lacking(self) -> list[str]:
+        """A sentence for whatever is refused; groups work without."""
+        found = []
+        if not self.has_pidfds:
+            found.append(
+                "pidfd_open or pidfd_send_signal is refused, so the end of a rank is noticed up to 50 ms late; use a "
+                "sandbox that allows the calls, such as the seccomp profile of Docker 20.10.10 or newer."
+            )
+        if self.unwritable_log is not None:
+            found.append(
+                f"{self.unwritable_log} cannot be written, so logs of worker groups go to the folder of temporary "
+                "files; give it to the user that ComfyUI runs as."
+            )
+        return found
+
+
+def examine_permissions() -> Permissions:
+    """This process's, with ComfyUI's user folder where it usually is."""
+    return Permissions(
+        has_pidfds=has_pidfds(), unwritable_log=unwritable_log(PACK_ROOT.parents[1] / "user")
+    )
 
 
 def unwritable_log(user: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import stat
 import struct
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from group_kit import stub_spec
+from group_kit import stub_spec, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +192,34 @@ def test_log_goes_elsewhere_where_the_user_folder_cannot_be_written(
     assert str(log.path) in warning
 
 
+@pytest.fixture(params=["pidfds", "refused", "signals refused"])
+def pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    if request.param == "refused":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    if request.param == "signals refused":
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+
+
+@pytest.mark.usefixtures("pidfds")
+def test_process_handle_tells_of_the_end_and_frees_what_it_holds() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    handles = [ProcessHandle(sleeper), ProcessHandle(sleeper)]
+    assert not handles[0].wait(0)
+    handles[1].close()  # before the end
+    handles[0].send_signal(signal.SIGTERM)
+    assert handles[0].wait(5)  # as soon as it can be reaped
+    assert os.waitpid(sleeper, 0)[1] == signal.SIGTERM
+    handles[0].close()
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
+    with pytest.raises(OSError, match=r"\[Errno (2|3)\]"):
+        ProcessHandle(sleeper)
+
+
+@pytest.mark.usefixtures("pidfds")
 def test_process_handle_never_signals_a_stranger() -> None:
     child = os.posix_spawn("/bin/true", ["true"], {})
     handle = ProcessHandle(child)

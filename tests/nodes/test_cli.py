@@ -26,7 +26,7 @@ from comfy_wan_dist.planning.doctor import (
     parse_topology,
 )
 from comfy_wan_dist.planning.hardware import Calibration
-from comfy_wan_dist.planning.permissions import unwritable_log
+from comfy_wan_dist.planning.permissions import Permissions, unwritable_log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -167,7 +167,7 @@ SOUND = Machine(
     torch_cuda="13.0",
     nccl="2.28.9",
     has_memfd=True,
-    unwritable_log=None,
+    permissions=Permissions(),
     memory=HostMemory(free=200 * GB, group=None),
     driver_gpus=2,
     gpus=(H100, H100),
@@ -227,7 +227,12 @@ FAULTS: tuple[tuple[Machine, Level, str], ...] = (
     (replace(SOUND, nvlinks=frozenset()), Level.NOTE, "There is no NVLink"),
     (replace(SOUND, nvlinks=None), Level.NOTE, "whether there is NVLink is not known"),
     (
-        replace(SOUND, unwritable_log=Path("/c/user")),
+        replace(SOUND, permissions=Permissions(has_pidfds=False)),
+        Level.NOTE,
+        "pidfd_open or pidfd_send_signal is",
+    ),
+    (
+        replace(SOUND, permissions=Permissions(unwritable_log=Path("/c/user"))),
         Level.NOTE,
         "/c/user cannot be written, so logs",
     ),
