@@ -220,6 +220,8 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
             "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
             "sandbox that allows the call."
         )
+    if machine.permissions.folder_error:
+        yield _wrong(f"Worker groups cannot start: {machine.permissions.folder_error}.")
     yield from map(_note, machine.permissions.lacking())
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..group.folder import PrivateFolder
 from ..group.process import has_pidfds
 from ..group.spec import PACK_ROOT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Permissions:
-    """unwritable_log: what keeps groups from writing their logs, if anything does."""
+    """unwritable_log: what keeps groups from writing their logs, if anything does. folder_error: what keeps them from
+    making a private folder. noexec: where temporary files lie, if they cannot be run there.
+    """
 
     has_pidfds: bool = True
     unwritable_log: Path | None = None
+    folder_error: str = ""
+    noexec: str = ""
 
     def lacking(self) -> list[str]:
-        """A sentence for whatever is refused; groups work without."""
+        """A sentence for whatever is refused that groups work without."""
         found = []
         if not self.has_pidfds:
             found.append(
@@ -30,13 +36,27 @@ class Permissions:
                 f"{self.unwritable_log} cannot be written, so logs of worker groups go to the folder of temporary "
                 "files; give it to the user that ComfyUI runs as."
             )
+        if self.noexec:
+            found.append(
+                f"What lies in {self.noexec} cannot be run, so `compile` does not work; let TMPDIR name another folder."
+            )
         return found
 
 
 def examine_permissions() -> Permissions:
     """This process's, with ComfyUI's user folder where it usually is."""
+    error = noexec = ""
+    try:
+        PrivateFolder().remove()
+        if os.statvfs(tempfile.gettempdir()).f_flag & os.ST_NOEXEC:
+            noexec = tempfile.gettempdir()
+    except OSError as refused:
+        error = str(refused)
     return Permissions(
-        has_pidfds=has_pidfds(), unwritable_log=unwritable_log(PACK_ROOT.parents[1] / "user")
+        has_pidfds=has_pidfds(),
+        unwritable_log=unwritable_log(PACK_ROOT.parents[1] / "user"),
+        folder_error=error,
+        noexec=noexec,
     )
 
 

@@ -8,6 +8,8 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from group_kit import stub_spec, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comfy_wan_dist.group import launch, listener
+from comfy_wan_dist.group import folder, launch, listener
 from comfy_wan_dist.group.environment import child_environment
 from comfy_wan_dist.group.folder import PrivateFolder
 from comfy_wan_dist.group.launch import GroupLog, StartingGroup
@@ -70,6 +72,40 @@ def test_environment_drops_what_is_comfyuis_own_and_keeps_the_users() -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+
+
+def test_environment_names_a_user_whom_the_system_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with docker --user 4242; torch asks for the name when it compiles."""
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    child = child_environment(os.environ, devices=CPU, pack_root=Path("/pack"))
+    assert child["USER"] == "3999999999"
+    monkeypatch.setenv("USER", "me")
+    child = child_environment(os.environ, devices=CPU, pack_root=Path("/pack"))
+    assert child["USER"] == "me"
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_ranks_import_ours_whatever_else_is_called_so(tmp_path: Path, safe_path: str) -> None:
+    """Other packs on PYTHONPATH have top-level packages of these names too."""
+    for name in ("workers", "tests", "comfy_wan_dist"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe_path}
+    child = child_environment(environment, devices=CPU, pack_root=PACK_ROOT)
+    for module in ("workers.process.launcher", "workers.process.main"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--help"],
+            cwd=PACK_ROOT,
+            env=child,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "--runner" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -330,6 +366,30 @@ def test_listener_survives_any_bytes(door: Listener) -> None:
 
     knock()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_private_folder_goes_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full, roomy = tmp_path / "full", tmp_path / "roomy"
+    full.mkdir()
+    roomy.mkdir()
+
+    def allocate(descriptor: int, *_: object) -> None:
+        if full in Path(os.readlink(f"/proc/self/fd/{descriptor}")).parents:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(folder, "OTHER_PLACES", ("/nowhere", str(roomy)))
+    monkeypatch.setattr("tempfile.tempdir", str(full))
+    private = PrivateFolder()
+    assert private.path.parent == roomy
+    assert (private.path / "token").read_text() == private.token
+    private.remove()
+    monkeypatch.setattr(folder, "OTHER_PLACES", ("/nowhere",))
+    with pytest.raises(OSError, match=f"{full}: No space left.*/nowhere: No such file.*TMPDIR"):
+        PrivateFolder()
+    assert [*full.iterdir(), *roomy.iterdir()] == []
 
 
 def test_listener_finds_a_shorter_place_for_its_socket(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -26,7 +28,7 @@ from comfy_wan_dist.planning.doctor import (
     parse_topology,
 )
 from comfy_wan_dist.planning.hardware import Calibration
-from comfy_wan_dist.planning.permissions import Permissions, unwritable_log
+from comfy_wan_dist.planning.permissions import Permissions, examine_permissions, unwritable_log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,6 +238,12 @@ FAULTS: tuple[tuple[Machine, Level, str], ...] = (
         Level.NOTE,
         "/c/user cannot be written, so logs",
     ),
+    (replace(SOUND, permissions=Permissions(noexec="/tmp")), Level.NOTE, "/tmp cannot be run"),
+    (
+        replace(SOUND, permissions=Permissions(folder_error="no folder; let TMPDIR name one")),
+        Level.WRONG,
+        "cannot start: no folder; let TMPDIR name one",
+    ),
     (
         replace(SOUND, memory=HostMemory(free=3 * GB, group=Path("/sys/fs/cgroup/a.scope"))),
         Level.NOTE,
@@ -284,6 +292,21 @@ def test_doctor_finds_what_keeps_logs_from_being_written(
     # Root may write everywhere, so the refusal is made up.
     monkeypatch.setattr("os.access", lambda path, _: path != foreign)
     assert unwritable_log(user) == foreign
+
+
+def test_doctor_tries_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert examine_permissions().noexec == ""
+    status = mock.Mock(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+    monkeypatch.setattr(os, "statvfs", {str(tmp_path): status}.__getitem__)
+    found = examine_permissions()
+    assert (found.noexec, found.folder_error) == (str(tmp_path), "")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("comfy_wan_dist.group.folder.OTHER_PLACES", ())
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert "/nowhere: No such file" in examine_permissions().folder_error
 
 
 def test_doctor_runs_here_with_the_exit_code_of_its_findings(
