@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from dataclasses import dataclass
 
@@ -41,4 +42,13 @@ def default_groups() -> WorkerGroups:
         if _default is None:
             _default = build_groups()
             atexit.register(_default.stop_all, grace_s=EXIT_GRACE_S)
+            # What another pack forks leaves the groups to this process.
+            os.register_at_fork(after_in_child=_forget)
         return _default
+
+
+def _forget() -> None:
+    global _default
+    if _default is not None:
+        atexit.unregister(_default.stop_all)
+        _default = None

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,8 @@ class RunningProcesses:
                 self._resources.callback(self.door.close)
             self._lifeline = Lifeline()
             self._resources.callback(self._lifeline.drop)
+            disown = weakref.WeakMethod(self._disown)
+            os.register_at_fork(after_in_child=lambda: (method := disown()) and method())
             try:
                 self._process = self._launch()
             finally:
@@ -172,6 +175,15 @@ class RunningProcesses:
         for handle in handles[1:]:
             handle.close()
         self._resources.close()
+
+    def _disown(self) -> None:
+        """In a child that was forked without an exec: its copies would hide the end of this process from the group."""
+        self._lifeline.drop()
+        self.close_doors()
+        for rank in self.ranks.values():
+            rank.channel.drop()
+        for machine in self.machines.values():
+            machine.channel.drop()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         spec, door = self.spec, self.door

@@ -53,6 +53,17 @@ def test_killed_client_leaves_nothing(
     assert wait_until(lambda: is_clean(private), 5), processes_naming(str(private))
 
 
+def test_client_that_becomes_another_program_leaves_nothing(private: Path, tmp_path: Path) -> None:
+    """As ComfyUI restarts itself, while another pack's forked child has copies of its descriptors."""
+    client = start_client(private, tmp_path / "log", "execed")
+    try:
+        assert wait_until(lambda: is_clean(private), 5), processes_naming(str(private))
+        assert client.poll() is None
+    finally:
+        client.kill()
+        client.wait()
+
+
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
 def test_groups_work_and_end_where_pidfds_are_refused(
     private: Path, tmp_path: Path, error: str

@@ -612,10 +612,11 @@ def test_group_over_two_machines_works_and_ends_with_either(
             assert wait_until(other.is_clean, 5), other.processes()
 
 
-def test_other_machine_waits_again_when_the_head_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["stuck", "forked"])
+def test_other_machine_waits_again_when_the_head_is_killed(tmp_path: Path, moment: str) -> None:
     head = free_address(LOOPBACK)
     with OtherMachine(head) as other, tempfile.TemporaryDirectory(prefix="wdt-") as folder:
-        client = start_client(Path(folder), tmp_path / "log", "stuck", str(head))
+        client = start_client(Path(folder), tmp_path / "log", moment, str(head))
         assert len(other.ranks()) == 1
         client.kill()
         client.wait()

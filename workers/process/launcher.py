@@ -163,7 +163,7 @@ def register_rendezvous(
 def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
     """Wait until ComfyUI (pid `client`) ends or lets go of the pipe, then end the ranks and this process at once.
 
-    The pipe alone does not tell: whatever ComfyUI forks without an exec keeps its end open.
+    The pipe alone may not tell: what ComfyUI forks in C, without an exec, keeps its end open.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
