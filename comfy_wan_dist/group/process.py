@@ -25,9 +25,12 @@ class ProcessHandle:
         self._process: psutil.Process | None = None
         if has_pidfds():
             self._descriptor = os.pidfd_open(pid)
-        else:
-            self._process = _find(pid)
-            self._descriptor = _end_of(self._process)
+            return
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.NoSuchProcess as error:
+            raise ProcessLookupError(errno.ESRCH, str(error)) from error
+        self._descriptor = _end_of(self._process)
 
     def fileno(self) -> int:
         """Readable once the process has ended."""
@@ -55,24 +58,10 @@ class ProcessHandle:
 
 def has_pidfds() -> bool:
     """Whether the system allows them."""
-    try:
-        pidfd = os.pidfd_open(os.getpid())
-    except OSError:
-        return False
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except OSError:
-        return False
-    finally:
-        os.close(pidfd)
-    return True
-
-
-def _find(pid: int) -> psutil.Process:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess as error:
-        raise ProcessLookupError(errno.ESRCH, "No such process") from error
+    with contextlib.suppress(OSError), open(os.pidfd_open(os.getpid()), "rb", 0) as pidfd:
+        signal.pidfd_send_signal(pidfd.fileno(), 0)
+        return True
+    return False
 
 
 def _end_of(process: psutil.Process) -> int:

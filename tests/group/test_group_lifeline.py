@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,22 @@ def test_groups_work_and_end_where_pidfds_are_refused(
     assert is_clean(private)
     client = start_client(private, tmp_path / "log", "stuck", prefix=refusing)
     client.kill()
+    client.wait()
+    assert wait_until(lambda: is_clean(private), 5), processes_naming(str(private))
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        ("sh", "-c", "trap '' INT HUP; exec \"$@\"", "nohup"),
+        ("env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME", "LC_ALL=C"),
+    ],
+)
+def test_groups_work_and_end_in_bare_surroundings(
+    private: Path, tmp_path: Path, surroundings: Sequence[str]
+) -> None:
+    client = start_client(private, tmp_path / "log", "stuck", prefix=surroundings)
+    client.terminate()
     client.wait()
     assert wait_until(lambda: is_clean(private), 5), processes_naming(str(private))
 

@@ -25,7 +25,7 @@ from comfy_wan_dist.group.default import default_groups
 from comfy_wan_dist.group.launch import StartingGroup
 from comfy_wan_dist.ipc.tcp import parse_address
 from comfy_wan_dist.mesh.machines import Machines
-from devtools.leasing import leased, run_blocking
+from devtools.leasing import leased, lone_parcel, run_blocking
 
 
 def main(log: Path, moment: str, head: str | None = None) -> None:
@@ -62,7 +62,7 @@ def main(log: Path, moment: str, head: str | None = None) -> None:
     if moment == "execed":
         print("there", flush=True)
         os.execvp("sleep", ["sleep", "3600"])
-    with group.parcel() as parcel:
+    with lone_parcel() as parcel:
         request = stub_request(parcel, {"job": "sleep:2000", "stuck": "hang"}[moment])
         told = threading.Timer(0.5, lambda: print("there", flush=True))
         told.start()
