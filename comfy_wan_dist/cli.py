@@ -19,13 +19,14 @@ from .ipc.tcp import parse_address
 from .mesh.degrees import parse_mesh
 from .mesh.devices import parse_devices
 from .mesh.dtypes import COMPUTED
+from .mesh.host_memory import host_memory
 from .mesh.report import transfers_text
 from .mesh.shape import KNOWN_MODELS, WanShape, video_grid
 from .mesh.validate import validate_grid, validate_model
 from .mesh.workload import Workload
 from .model_file.header import read_model_file
 from .model_file.wan import read_wan_file
-from .planning.doctor import diagnose, examine, findings_text, free_host_memory
+from .planning.doctor import diagnose, examine, findings_text
 from .planning.hardware import DEVICES, DevicePool, MeasureCPU, cpu_device, parse_pool
 from .planning.plan import make_plan
 from .planning.report import plan_text, plan_values
@@ -227,8 +228,5 @@ def device_pool(text: str, measure: MeasureCPU | None = None) -> DevicePool:
             from .planning.calibration import measure_cpu  # plans for GPUs need no torch
 
         measure = measure_cpu
-    memory = free_host_memory()
-    if memory is None:
-        raise ConfigError("how much memory is free could not be read; plan for GPUs instead")
-    device = cpu_device(ranks=ranks, memory=memory, measure=measure)
+    device = cpu_device(ranks=ranks, memory=host_memory().free, measure=measure)
     return DevicePool(devices=(device,) * ranks)

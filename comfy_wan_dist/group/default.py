@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 from .registry import GroupRegistry
 from .scheduler import Scheduler
@@ -40,5 +42,8 @@ def default_groups() -> WorkerGroups:
     with _default_lock:
         if _default is None:
             _default = build_groups()
-            atexit.register(_default.stop_all, grace_s=EXIT_GRACE_S)
+            stop = _default.stop_all
+            atexit.register(stop, grace_s=EXIT_GRACE_S)
+            # What another pack forks leaves the groups to this process.
+            os.register_at_fork(after_in_child=partial(atexit.unregister, stop))
         return _default

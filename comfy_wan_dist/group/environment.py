@@ -7,6 +7,8 @@ NCCL tuning) is the user's and stays.
 
 from __future__ import annotations
 
+import getpass
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,6 +56,10 @@ def child_environment(
     search = [str(pack_root), *filter(None, [environment.get("PYTHONPATH")])]
     child["PYTHONPATH"] = ":".join(search)
     child["PYTHONUNBUFFERED"] = "1"
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # which torch's compiler would get
+        child["USER"] = str(os.getuid())
     if interface is None:
         # Bootstrap sockets of the collectives stay on this machine.
         child["GLOO_SOCKET_IFNAME"] = child["NCCL_SOCKET_IFNAME"] = "lo"

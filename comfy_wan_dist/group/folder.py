@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from ..ipc.paths import SOCKET_NAME, TOKEN_NAME
 
+OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
 _MAX_SOCKET_PATH = 100  # bytes; Linux allows 107
+_ROOM = 2**20
 
 
 def same_secret(one: str, other: str) -> bool:
@@ -20,20 +23,37 @@ def same_secret(one: str, other: str) -> bool:
 
 
 class PrivateFolder:
-    """A new folder of mode 0700 with the group's token in it. The token is on no command line, which all can read."""
+    """A new folder of mode 0700 with the group's token in it. The token is on no command line, which all can read.
+
+    It lies with the temporary files, or where these find no room, in another place for such. Raises OSError.
+    """
 
     def __init__(self, *, token: str | None = None) -> None:
         """token: of the group that this one is a part of; a new one is made up without."""
         self.token = secrets.token_hex(32) if token is None else token
-        self.path = Path(tempfile.mkdtemp(prefix="wan-dist-"))
-        if len(os.fsencode(self.path / SOCKET_NAME)) > _MAX_SOCKET_PATH:
-            self.path.rmdir()
-            self.path = Path(tempfile.mkdtemp(prefix="wan-dist-", dir="/tmp"))
+        refusals = []
+        for place in (tempfile.gettempdir(), *OTHER_PLACES):
+            try:
+                self._make(place)
+                return
+            except OSError as error:
+                refusals.append(f"{place}: {error.strerror}")
+        raise OSError(
+            f"no folder for temporary files takes a group's: {'; '.join(refusals)}; let TMPDIR name one that does"
+        )
+
+    def _make(self, place: str) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="wan-dist-", dir=place))
         try:
+            if len(os.fsencode(self.path / SOCKET_NAME)) > _MAX_SOCKET_PATH:
+                raise OSError(errno.ENAMETOOLONG, "too long a path for a socket")
             descriptor = os.open(
                 self.path / TOKEN_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
             )
             with os.fdopen(descriptor, "w") as file:
+                # Room for the stores and what ranks print, too.
+                os.posix_fallocate(descriptor, 0, _ROOM)
+                os.ftruncate(descriptor, 0)
                 file.write(self.token)
         except BaseException:
             self.remove()

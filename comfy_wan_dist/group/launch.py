@@ -15,8 +15,10 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -47,17 +49,25 @@ class StartInterrupted(Exception):
 
 
 class GroupLog:
-    """The file that the group's processes write to. It stays; `tail` tells of this start only."""
+    """The file that the group's processes write to. It stays; `tail` tells of this start only.
+
+    path: as asked for, or where that cannot be written a new temporary file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size > MAX_LOG_BYTES:
-                path.replace(path.with_name(path.name + ".old"))
-        self.descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_size > MAX_LOG_BYTES:
+                    path.replace(path.with_name(path.name + ".old"))
+            self.descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            self.descriptor, name = tempfile.mkstemp(prefix=f"wan-dist-{path.stem}-", suffix=".log")
+            self.path = Path(name)
+            logger.warning("the log cannot be written (%s); it goes to %s", error, name)
         self._start = os.fstat(self.descriptor).st_size
 
     def tail(self) -> str:
@@ -103,6 +113,8 @@ class RunningProcesses:
                 self._resources.callback(self.door.close)
             self._lifeline = Lifeline()
             self._resources.callback(self._lifeline.drop)
+            disown = weakref.WeakMethod(self._disown)
+            os.register_at_fork(after_in_child=lambda: (method := disown()) and method())
             try:
                 self._process = self._launch()
             finally:
@@ -158,10 +170,20 @@ class RunningProcesses:
                 "the worker group's processes %s do not end", [handle.pid for handle in handles]
             )
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=0.1)  # reaps
+            # Reaps. Without pidfds its first thread has ended, and the others need a moment.
+            self._process.wait(timeout=1.0)
         for handle in handles[1:]:
             handle.close()
         self._resources.close()
+
+    def _disown(self) -> None:
+        """In a child that was forked without an exec: its copies would hide the end of this process from the group."""
+        self._lifeline.drop()
+        self.close_doors()
+        for rank in self.ranks.values():
+            rank.channel.drop()
+        for machine in self.machines.values():
+            machine.channel.drop()
 
     def _launch(self) -> subprocess.Popen[bytes]:
         spec, door = self.spec, self.door

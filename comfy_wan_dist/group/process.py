@@ -3,39 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
+import threading
 
 import psutil
 
+POLL_S = 0.05
+
 
 class ProcessHandle:
-    """One process, of which `pid` is known to be alive or an unreaped child when this is made."""
+    """One process, of which `pid` is known to be alive or an unreaped child when this is made.
+
+    Where the system refuses pidfds, as old seccomp profiles and gVisor do, a thread looks for its end each POLL_S.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._process: psutil.Process | None = None
+        if has_pidfds():
+            self._descriptor = os.pidfd_open(pid)
+            return
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.NoSuchProcess as error:
+            raise ProcessLookupError(errno.ESRCH, str(error)) from error
+        self._descriptor = _end_of(self._process)
 
     def fileno(self) -> int:
         """Readable once the process has ended."""
-        return self._pidfd
+        return self._descriptor
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the process ended within `timeout_s`. Does not reap."""
         poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
+        poll.register(self._descriptor, select.POLLIN)
         return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signal it; nothing happens if it has ended."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if self._process is None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            else:
+                self._process.send_signal(number)  # which looks when it was started
 
     def close(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def has_pidfds() -> bool:
+    """Whether the system allows them."""
+    with contextlib.suppress(OSError), open(os.pidfd_open(os.getpid()), "rb", 0) as pidfd:
+        signal.pidfd_send_signal(pidfd.fileno(), 0)
+        return True
+    return False
+
+
+def _end_of(process: psutil.Process) -> int:
+    """A descriptor that becomes readable when the process has ended, as a pidfd does."""
+    reader, writer = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(writer, 0)  # an event only once the reader is closed
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if poll.poll(POLL_S * 1000):
+                    break
+        os.close(writer)
+
+    threading.Thread(target=watch, name="process-end", daemon=True).start()
+    return reader
 
 
 class Lifeline:

@@ -129,6 +129,10 @@ class SocketChannel:
         self._socket.close()
         self._drop_fds()
 
+    def drop(self) -> None:
+        """Close this process's copy alone: the connection lives on in one that forked, or was forked."""
+        self._socket.close()
+
     def _frame_length(self) -> int | None:
         """Bytes of the whole frame once its head is there."""
         if len(self._data) < _LENGTH.size:

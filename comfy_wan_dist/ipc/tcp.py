@@ -1,11 +1,12 @@
 """TCP between the machines of a group: addresses, sockets that notice a lost peer, and the network interface.
 
 The heartbeats are the kernel's keepalive probes, which also run while a process is busy or holds the GIL: a peer that
-is gone without a word becomes an error on the socket within 25 s. Not covered: IPv6, encryption. Imports no torch.
+is gone without a word becomes an error on the socket within 25 s. Not covered: encryption. Imports no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -26,52 +27,64 @@ _LABEL = "[A-Za-z0-9_-]{1,63}"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where a machine is reached: a host name or IPv4 address, and a port."""
+    """Where a machine is reached: a host name or IP address, and a port."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`. Raises ConfigError."""
-    match = re.fullmatch(rf"(?P<host>{_LABEL}(\.{_LABEL})*):(?P<port>[0-9]{{1,5}})", text.strip())
-    if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise ConfigError(
-            f"address {text!r} is not HOST:PORT; write a host name or IPv4 address and a port from 1 to 65535, "
-            "such as 192.168.1.10:29400"
-        )
-    return Address(host=match["host"], port=int(match["port"]))
+    """`HOST:PORT`, where HOST may be `[IPV6]`. Raises ConfigError."""
+    match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*|\[.*\]):([0-9]{{1,5}})", text.strip())
+    with contextlib.suppress(ValueError):
+        if match is not None and 1 <= int(match[2]) <= 65535:
+            host = match[1]
+            if host.startswith("["):
+                host = str(ipaddress.IPv6Address(host[1:-1]))
+            return Address(host=host, port=int(match[2]))
+    raise ConfigError(
+        f"address {text!r} is not HOST:PORT; write a host name or IP address and a port from 1 to 65535, "
+        "such as 192.168.1.10:29400 or [fd00::10]:29400"
+    )
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that listens on this one address of this machine; port 0 takes a free one. Raises ConfigError."""
+    """A socket that listens on this one address of this machine; port 0 takes a free one. Raises ConfigError.
+
+    Of a name's several addresses it takes the first that it can, IPv4 before IPv6; who connects tries them all.
+    """
     try:
-        ip = socket.gethostbyname(address.host)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise ConfigError(
-            f"the host of {address} cannot be found ({error.strerror}); write this machine's IPv4 address"
+            f"the host of {address} cannot be found ({error.strerror}); write this machine's IP address"
         ) from error
-    if ip != address.host and ipaddress.ip_address(ip).is_loopback:
+    failure: OSError | None = None
+    places = sorted((family, str(place[0])) for family, *_, place in found)
+    for family, ip in places:
         # As /etc/hosts of some systems has it for their own name.
+        if ip == address.host or not ipaddress.ip_address(ip).is_loopback:
+            try:
+                return socket.create_server((ip, address.port), family=family, backlog=BACKLOG)
+            except OSError as error:
+                failure = error
+    if failure is None:
         raise ConfigError(
-            f"the host of {address} means {ip} on this machine, which no other machine reaches; "
-            "write the IPv4 address at which the others reach it"
+            f"the host of {address} means {places[0][1]} on this machine, which no other machine reaches; "
+            "write the IP address at which the others reach it"
         )
-    try:
-        return socket.create_server((ip, address.port), backlog=BACKLOG)
-    except OSError as error:
-        remedies = {
-            errno.EADDRINUSE: "choose another port, or end what listens there",
-            errno.EADDRNOTAVAIL: "it is no address of this machine: write one at which the others reach it",
-            errno.EACCES: "choose a port from 1024 on",
-        }
-        remedy = remedies.get(error.errno or 0, "choose another address")
-        raise ConfigError(
-            f"this machine cannot listen on {address} ({os.strerror(error.errno or 0)}); {remedy}"
-        ) from error
+    remedies = {
+        errno.EADDRINUSE: "choose another port, or end what listens there",
+        errno.EADDRNOTAVAIL: "it is no address of this machine: write one at which the others reach it",
+        errno.EACCES: "choose a port from 1024 on",
+    }
+    remedy = remedies.get(failure.errno or 0, "choose another address")
+    raise ConfigError(
+        f"this machine cannot listen on {address} ({os.strerror(failure.errno or 0)}); {remedy}"
+    ) from failure
 
 
 def connect(address: Address, *, timeout_s: float) -> socket.socket:
@@ -101,9 +114,9 @@ def interface_of(ip: str) -> str:
     wanted = ipaddress.ip_address(ip)
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries:
-            if entry.family != socket.AF_INET:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            own = ipaddress.ip_address(entry.address)
+            own = ipaddress.ip_address(entry.address.partition("%")[0])
             if own == wanted or (own.is_loopback and wanted.is_loopback):
                 return str(name)
     raise ConfigError(

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, combinations
-from pathlib import Path
 
 from ..mesh.choice import LARGE_VIDEO, choose_mesh, explain_mesh, peak_bytes
 from ..mesh.devices import GB
+from ..mesh.host_memory import HostMemory, host_memory
 from ..mesh.shape import TI2V_5B
 from ..mesh.workload import Workload
 from .hardware import find_device
+from .permissions import Permissions, examine_permissions
 
 MIN_PYTHON = (3, 10)
 PROBE_TIMEOUT_S = 20
@@ -70,7 +71,8 @@ class Machine:
     torch_cuda: str | None
     nccl: str | None
     has_memfd: bool
-    memory_free: int | None
+    permissions: Permissions
+    memory: HostMemory
     driver_gpus: int
     gpus: tuple[GPU, ...]
     nvlinks: frozenset[tuple[int, int]] | None
@@ -100,7 +102,8 @@ def examine() -> Machine:
         torch_cuda=torch_cuda,
         nccl=nccl,
         has_memfd=_has_memfd(),
-        memory_free=free_host_memory(),
+        permissions=examine_permissions(),
+        memory=host_memory(),
         driver_gpus=len(re.findall("^GPU ", _output("nvidia-smi", "-L"), flags=re.MULTILINE)),
         gpus=gpus,
         nvlinks=parse_topology(_output("nvidia-smi", "topo", "-m")),
@@ -137,15 +140,6 @@ def _has_memfd() -> bool:
     except (AttributeError, OSError):
         return False
     return True
-
-
-def free_host_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes that the system could still give out."""
-    try:
-        match = re.search(r"^MemAvailable:\s+([0-9]+) kB", meminfo.read_text(), flags=re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
 
 
 def _output(*command: str) -> str:
@@ -226,6 +220,9 @@ def _check_system(machine: Machine) -> Iterator[Finding]:
             "memfd_create does not work, so tensors cannot be handed to the ranks; use Linux 3.17 or newer, or a "
             "sandbox that allows the call."
         )
+    if machine.permissions.folder_error:
+        yield _wrong(f"Worker groups cannot start: {machine.permissions.folder_error}.")
+    yield from map(_note, machine.permissions.lacking())
 
 
 def _check_torch(machine: Machine) -> Iterator[Finding]:
@@ -298,10 +295,11 @@ def _named(pairs: list[tuple[int, int]]) -> str:
 
 
 def _check_memory(machine: Machine) -> Iterator[Finding]:
-    if machine.memory_free is None:
-        yield _note("How much host memory is free could not be read.")
+    free = f"{machine.memory.free / GB:.1f} GB of host memory are free"
+    if machine.memory.group is None:
+        yield _ok(f"{free}.")
     else:
-        yield _ok(f"{machine.memory_free / GB:.1f} GB of host memory are free.")
+        yield _note(f"{free} within the limit of the control group {machine.memory.group}.")
 
 
 def _check_choice(machine: Machine) -> Iterator[Finding]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from group_kit import stub_spec
+from group_kit import stub_spec, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from comfy_wan_dist.group import launch, listener
+from comfy_wan_dist.group import folder, launch, listener
 from comfy_wan_dist.group.environment import child_environment
 from comfy_wan_dist.group.folder import PrivateFolder
 from comfy_wan_dist.group.launch import GroupLog, StartingGroup
@@ -69,6 +72,40 @@ def test_environment_drops_what_is_comfyuis_own_and_keeps_the_users() -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
     }
+
+
+def test_environment_names_a_user_whom_the_system_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with docker --user 4242; torch asks for the name when it compiles."""
+    monkeypatch.setattr(os, "getuid", lambda: 3_999_999_999)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    child = child_environment(os.environ, devices=CPU, pack_root=Path("/pack"))
+    assert child["USER"] == "3999999999"
+    monkeypatch.setenv("USER", "me")
+    child = child_environment(os.environ, devices=CPU, pack_root=Path("/pack"))
+    assert child["USER"] == "me"
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"])
+def test_ranks_import_ours_whatever_else_is_called_so(tmp_path: Path, safe_path: str) -> None:
+    """Other packs on PYTHONPATH have top-level packages of these names too."""
+    for name in ("workers", "tests", "comfy_wan_dist"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe_path}
+    child = child_environment(environment, devices=CPU, pack_root=PACK_ROOT)
+    for module in ("workers.process.launcher", "workers.process.main"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "--help"],
+            cwd=PACK_ROOT,
+            env=child,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "--runner" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -148,6 +185,77 @@ def test_log_tail_is_of_this_start_and_the_file_does_not_grow_for_ever(
     assert path.read_text() == ""
 
 
+def no_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the refusal is made up."""
+    (folder / "user.log").touch()
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+        if path == folder / "user.log":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder, _: folder.rmdir() or folder.touch(), "File exists"),
+        (lambda folder, _: (folder / "user.log").mkdir(), "Is a directory"),
+        (no_permission, "Permission denied"),  # an earlier run's as root
+    ],
+)
+def test_log_goes_elsewhere_where_the_user_folder_cannot_be_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    for name in ("logs", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    spoil(tmp_path / "logs", monkeypatch)
+    log = GroupLog(tmp_path / "logs" / "user.log")
+    os.write(log.descriptor, b"one\n")
+    log.close()
+    assert log.path.parent == tmp_path / "tmp"
+    assert log.tail() == "one"
+    assert stat.S_IMODE(log.path.stat().st_mode) == 0o600
+    (warning,) = caplog.messages
+    assert reason in warning
+    assert str(log.path) in warning
+
+
+@pytest.fixture(params=["pidfds", "refused", "signals refused"])
+def pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    if request.param == "refused":
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    if request.param == "signals refused":
+        monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
+
+
+@pytest.mark.usefixtures("pidfds")
+def test_process_handle_tells_of_the_end_and_frees_what_it_holds() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    handles = [ProcessHandle(sleeper), ProcessHandle(sleeper)]
+    assert not handles[0].wait(0)
+    handles[1].close()  # before the end
+    handles[0].send_signal(signal.SIGTERM)
+    assert handles[0].wait(5)  # as soon as it can be reaped
+    assert os.waitpid(sleeper, 0)[1] == signal.SIGTERM
+    handles[0].close()
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
+    with pytest.raises(OSError, match=r"\[Errno (2|3)\]"):
+        ProcessHandle(sleeper)
+
+
+@pytest.mark.usefixtures("pidfds")
 def test_process_handle_never_signals_a_stranger() -> None:
     child = os.posix_spawn("/bin/true", ["true"], {})
     handle = ProcessHandle(child)
@@ -258,6 +366,30 @@ def test_listener_survives_any_bytes(door: Listener) -> None:
 
     knock()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_private_folder_goes_where_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full, roomy = tmp_path / "full", tmp_path / "roomy"
+    full.mkdir()
+    roomy.mkdir()
+
+    def allocate(descriptor: int, *_: object) -> None:
+        if full in Path(os.readlink(f"/proc/self/fd/{descriptor}")).parents:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(folder, "OTHER_PLACES", ("/nowhere", str(roomy)))
+    monkeypatch.setattr("tempfile.tempdir", str(full))
+    private = PrivateFolder()
+    assert private.path.parent == roomy
+    assert (private.path / "token").read_text() == private.token
+    private.remove()
+    monkeypatch.setattr(folder, "OTHER_PLACES", ("/nowhere",))
+    with pytest.raises(OSError, match=f"{full}: No space left.*/nowhere: No such file.*TMPDIR"):
+        PrivateFolder()
+    assert [*full.iterdir(), *roomy.iterdir()] == []
 
 
 def test_listener_finds_a_shorter_place_for_its_socket(

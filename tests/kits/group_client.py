@@ -2,14 +2,15 @@
 
     python tests/kits/group_client.py LOG MOMENT [HEAD]
 
-MOMENT is where it stays for ever: launched, hello, idle, forked (idle, with a child that holds its
-descriptors for 20 s), job, stuck; or leased, where it waits for
-an interrupt and ends as ComfyUI does. It prints "there" then. With HEAD (HOST:PORT) there is one rank here and one on
-another machine.
+MOMENT is where it stays for ever: launched, hello, idle, forked (idle, with a child that has copies of its
+descriptors for 20 s), execed (likewise, and then this process becomes another program), job, stuck; or leased, where it
+waits for an interrupt and ends as ComfyUI does, before which a child of it has done so. It prints "there" then. With
+HEAD (HOST:PORT) there is one rank here and one on another machine.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from group_kit import stub_request, stub_spec
+from group_kit import ask, stub_request, stub_spec
 
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.default import default_groups
@@ -33,8 +34,15 @@ def main(log: Path, moment: str, head: str | None = None) -> None:
     if head is not None:
         spec = stub_spec(log, ranks=1, machines=Machines(count=2, head=parse_address(head)))
     if moment == "leased":
-        with leased(default_groups().registry, spec), contextlib.suppress(KeyboardInterrupt):
-            stay()
+        with leased(default_groups().registry, spec) as group:
+            child = os.fork()
+            if child == 0:
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(child, 0)
+            ask(group, "echo")
+            with contextlib.suppress(KeyboardInterrupt):
+                stay()
         return
     starting = StartingGroup(spec)
     if moment == "launched":
@@ -46,11 +54,14 @@ def main(log: Path, moment: str, head: str | None = None) -> None:
             time.sleep(0.001)
         stay()
     group = WorkerGroup(starting.wait_ready(threading.Event()))
-    if moment == "forked" and os.fork() == 0:
+    if moment in ("forked", "execed") and os.fork() == 0:
         time.sleep(20)
         os._exit(0)
     if moment in ("idle", "forked"):
         stay()
+    if moment == "execed":
+        print("there", flush=True)
+        os.execvp("sleep", ["sleep", "3600"])
     with lone_parcel() as parcel:
         request = stub_request(parcel, {"job": "sleep:2000", "stuck": "hang"}[moment])
         told = threading.Timer(0.5, lambda: print("there", flush=True))

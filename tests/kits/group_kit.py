@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -137,10 +137,13 @@ def assert_nothing_left(private: Path, pids: tuple[int, ...] = ()) -> None:
     assert list(private.iterdir()) == []
 
 
-def start_client(private: Path, log: Path, *moment: str) -> subprocess.Popen[bytes]:
-    """`moment`: as group_client.py takes it, head included."""
+def start_client(
+    private: Path, log: Path, *moment: str, prefix: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """`moment`: as group_client.py takes it, head included. prefix: a command that runs its arguments."""
+    command = [*prefix, sys.executable, str(KITS / "group_client.py"), str(log), *moment]
     client = subprocess.Popen(
-        interruptible([sys.executable, str(KITS / "group_client.py"), str(log), *moment]),
+        interruptible(command),
         env={
             **os.environ,
             "TMPDIR": str(private),

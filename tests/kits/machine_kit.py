@@ -26,7 +26,8 @@ CLONE_NEWNET = 0x40000000
 
 def free_address(host: str = "127.0.0.1") -> Address:
     """One that nobody listens on."""
-    with socket.create_server((host, 0)) as taken:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
         return Address(host=host, port=taken.getsockname()[1])
 
 

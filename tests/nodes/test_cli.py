@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from comfy_wan_dist.cli import device_pool, main
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.devices import GB
+from comfy_wan_dist.mesh.host_memory import HostMemory, host_memory
 from comfy_wan_dist.planning.calibration import measure_cpu
 from comfy_wan_dist.planning.doctor import (
     GPU,
@@ -22,10 +25,10 @@ from comfy_wan_dist.planning.doctor import (
     diagnose,
     examine,
     findings_text,
-    free_host_memory,
     parse_topology,
 )
 from comfy_wan_dist.planning.hardware import Calibration
+from comfy_wan_dist.planning.permissions import Permissions, examine_permissions, unwritable_log
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,7 +169,8 @@ SOUND = Machine(
     torch_cuda="13.0",
     nccl="2.28.9",
     has_memfd=True,
-    memory_free=200 * GB,
+    permissions=Permissions(),
+    memory=HostMemory(free=200 * GB, group=None),
     driver_gpus=2,
     gpus=(H100, H100),
     nvlinks=frozenset({(0, 1), (1, 0)}),
@@ -224,7 +228,27 @@ FAULTS: tuple[tuple[Machine, Level, str], ...] = (
     ),
     (replace(SOUND, nvlinks=frozenset()), Level.NOTE, "There is no NVLink"),
     (replace(SOUND, nvlinks=None), Level.NOTE, "whether there is NVLink is not known"),
-    (replace(SOUND, memory_free=None), Level.NOTE, "could not be read"),
+    (
+        replace(SOUND, permissions=Permissions(has_pidfds=False)),
+        Level.NOTE,
+        "pidfd_open or pidfd_send_signal is",
+    ),
+    (
+        replace(SOUND, permissions=Permissions(unwritable_log=Path("/c/user"))),
+        Level.NOTE,
+        "/c/user cannot be written, so logs",
+    ),
+    (replace(SOUND, permissions=Permissions(noexec="/tmp")), Level.NOTE, "/tmp cannot be run"),
+    (
+        replace(SOUND, permissions=Permissions(folder_error="no folder; let TMPDIR name one")),
+        Level.WRONG,
+        "cannot start: no folder; let TMPDIR name one",
+    ),
+    (
+        replace(SOUND, memory=HostMemory(free=3 * GB, group=Path("/sys/fs/cgroup/a.scope"))),
+        Level.NOTE,
+        "3.0 GB of host memory are free within the limit of the control group /sys/fs/cgroup/a.scope",
+    ),
     (
         replace(SOUND, gpus=(replace(H100, name="Tesla T4"),) * 2),
         Level.NOTE,
@@ -253,6 +277,38 @@ def test_doctor_reads_the_topology() -> None:
     assert parse_topology("") is None
 
 
+def test_doctor_finds_what_keeps_logs_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, logs = tmp_path / "user", tmp_path / "user/wan_dist_logs"
+    assert unwritable_log(user) is None  # no ComfyUI
+    user.touch()
+    assert unwritable_log(user) == user
+    user.unlink()
+    logs.mkdir(parents=True)
+    foreign = logs / "tp2.log"
+    foreign.touch()
+    assert unwritable_log(user) is None
+    # Root may write everywhere, so the refusal is made up.
+    monkeypatch.setattr("os.access", lambda path, _: path != foreign)
+    assert unwritable_log(user) == foreign
+
+
+def test_doctor_tries_the_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert examine_permissions().noexec == ""
+    status = mock.Mock(f_flag=os.ST_NOEXEC | os.ST_NOSUID)
+    monkeypatch.setattr(os, "statvfs", {str(tmp_path): status}.__getitem__)
+    found = examine_permissions()
+    assert (found.noexec, found.folder_error) == (str(tmp_path), "")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr("comfy_wan_dist.group.folder.OTHER_PLACES", ())
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert "/nowhere: No such file" in examine_permissions().folder_error
+
+
 def test_doctor_runs_here_with_the_exit_code_of_its_findings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -270,8 +326,7 @@ def test_doctor_sees_this_machine() -> None:
     assert machine.system == "Linux"
     assert machine.has_memfd
     assert machine.torch is not None
-    assert machine.memory_free == pytest.approx(free_host_memory(), rel=0.2)
-    assert free_host_memory(Path("/nowhere")) is None
+    assert machine.memory.free == pytest.approx(host_memory().free, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def require_compiler(device: torch.device) -> None:
     except Exception as error:
         raise ConfigError(
             f"torch.compile does not work here ({str(error).strip().splitlines()[0][:200]}); "
-            "install a C++ compiler or switch compile off"
+            "install a C++ compiler, let TMPDIR name a folder where programs may lie and run, or switch compile off"
         ) from error
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import threading
 import time
 import traceback
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 RENDEZVOUS = "wan-dist"
 AGENT_PREFIX = "agents"
 MONITOR_INTERVAL_S = 0.1
+WATCH_INTERVAL_S = 0.1
 # ComfyUI's process gives up a start before.
 STORE_TIMEOUT = timedelta(minutes=30)
 
@@ -163,14 +163,12 @@ def register_rendezvous(
 def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
     """Wait until ComfyUI (pid `client`) ends or lets go of the pipe, then end the ranks and this process at once.
 
-    The pipe alone does not tell: whatever ComfyUI forks without an exec keeps its end open.
+    The pipe alone may not tell: what ComfyUI forks in C, without an exec, keeps its end open.
     """
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
-    with contextlib.suppress(ProcessLookupError):
-        poll.register(os.pidfd_open(client), select.POLLIN)
-        if os.getppid() == client:
-            poll.poll()
+    while os.getppid() == client and not poll.poll(WATCH_INTERVAL_S * 1000):
+        pass
     # A rank may be starting this moment: look again until none is left. One that slips through
     # finds no socket.
     while kill_descendants():
@@ -180,19 +178,13 @@ def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
 
 
 def kill_descendants() -> int:
-    """SIGKILL every process below this one, by pidfd, so never a stranger; how many it were."""
+    """SIGKILL every process below this one, never a stranger that got its number; how many it were."""
     killed = 0
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, OSError):
-            pidfd = os.pidfd_open(process.pid)
-            try:
-                # Still the same one, now that its number cannot be reused.
-                ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-                if process.is_running() and not ended:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    killed += 1
-            finally:
-                os.close(pidfd)
+        with contextlib.suppress(psutil.Error):
+            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                process.kill()
+                killed += 1
     return killed
 
 

@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
+
+from comfy_wan_dist.mesh.host_memory import host_memory
 
 UNLIMITED = 2**62
 CAUTION = 0.9
@@ -60,26 +61,11 @@ class Room:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of the device. On the CPU: what the machine and the control group leave, for all ranks together."""
+    """Free bytes of the device. On the CPU: what the machine and control groups leave, for all ranks together."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return min(psutil.virtual_memory().available, left_by_group(Path("/sys/fs/cgroup")))
-
-
-def left_by_group(group: Path) -> int:
-    """Bytes that the limit of a control group leaves; UNLIMITED without one.
-
-    Files that the kernel keeps in memory count as used there, such as a model that was just read; it gives them up.
-    """
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        kept_files = int(counts["active_file"]) + int(counts["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return UNLIMITED
-    return max(0, limit - used + kept_files)
+    return host_memory().free
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -136,7 +136,7 @@ class MachineDoor:
         self._socket.close()
         self._ready.close()
         for guest in self._guests.values():
-            guest.channel.close()
+            guest.channel.drop()
         self._guests.clear()
 
     def _welcome(self) -> int:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...ipc.channel import ChannelClosed, SocketChannel
@@ -72,9 +72,12 @@ def serve(offer: Offer, say: Say) -> None:
     while True:
         connection = _reach(offer.head, say)
         ip = str(connection.getsockname()[0])
+        # A name may have several addresses: all go on with the one that answered.
+        host, port = connection.getpeername()[:2]
+        reached = replace(offer, head=Address(host=host, port=port))
         channel = SocketChannel(connection)
         try:
-            _take_part(offer, channel, ip=ip, say=say)
+            _take_part(reached, channel, ip=ip, say=say)
         except (ChannelClosed, ProtocolError, TimeoutError) as error:
             say(f"the group is over: {error}")
         finally:
@@ -125,7 +128,8 @@ def choose_devices(join: Join, offer: Offer) -> DeviceList:
     if have.kind != join.device or have.count < join.ranks:
         raise ConfigError(
             f"the group needs {join.ranks} {join.device} devices on each machine; this one gives {have.count} "
-            f"{have.kind} ({have}): change --devices there, or devices and mesh in the loader"
+            f"{have.kind} ({have}), and different numbers are not supported: change --devices there, or devices and "
+            "mesh in the loader"
         )
     return have.take(join.ranks)
 

@@ -1,0 +1,79 @@
+"""Free host memory: what the machine has, within the limits of the control groups that this process is in.
+
+Source: Linux, Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+_NAMES = {
+    "cgroup2": ("memory.max", "memory.current", ""),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""By version: the files of limit and use, and how the counts begin that include groups below."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """free: bytes. group: the folder of the control group whose limit that is; None if the machine has no more."""
+
+    free: int
+    group: Path | None
+
+
+def host_memory(process: Path = Path("/proc/self")) -> HostMemory:
+    """What this process could still be given."""
+    memory = HostMemory(free=psutil.virtual_memory().available, group=None)
+    with contextlib.suppress(OSError):  # no control groups
+        for group, version in _own_groups(process):
+            with contextlib.suppress(OSError, ValueError):  # no limit: no file, or "max"
+                free = _left_by(group, version)
+                if free < memory.free:
+                    memory = HostMemory(free=free, group=group)
+    return memory
+
+
+def _own_groups(process: Path) -> Iterator[tuple[Path, str]]:
+    """Folder and version of the process's groups and of those above them, as far as they are mounted."""
+    own = {}
+    for line in (process / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            own["cgroup2"] = path
+        elif "memory" in controllers.split(","):
+            own["cgroup"] = path
+    for line in (process / "mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        version = kind.split()[0]
+        if version not in own:
+            continue
+        root, point = mount.split()[3:5]
+        below = PurePosixPath()
+        with contextlib.suppress(ValueError):  # a mount that does not show the group: its top then
+            below = PurePosixPath(own[version]).relative_to(root)
+        for part in (below, *below.parents):
+            yield Path(point, part), version
+
+
+def _left_by(group: Path, version: str) -> int:
+    """Bytes that the limit of a control group leaves. Raises OSError or ValueError without one.
+
+    Files that the kernel keeps in memory count as used there, such as a model that was just read; it gives them up.
+    """
+    limit, used, prefix = _NAMES[version]
+    left = int((group / limit).read_text()) - int((group / used).read_text())
+    with contextlib.suppress(OSError):
+        for count in re.findall(
+            rf"^{prefix}(?:in)?active_file ([0-9]+)$",
+            (group / "memory.stat").read_text(),
+            re.MULTILINE,
+        ):
+            left += int(count)
+    return max(0, left)
