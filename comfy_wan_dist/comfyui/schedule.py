@@ -50,24 +50,22 @@ def build_schedule(
             scheduler=scheduler,
             denoise=denoise,
         )
+        points = stock.sigmas.tolist()
     except Exception as error:  # another pack's formula may raise anything
         raise ConfigError(
             f"scheduler {scheduler!r} fails {asked}: {error}; use more steps or another scheduler"
         ) from error
-    return sigmas_schedule(stock.sigmas, source=f"the sigmas of scheduler {scheduler!r} {asked}")
+    return given_sigmas(points, source=f"the sigmas of scheduler {scheduler!r} {asked}")
 
 
-def sigmas_schedule(sigmas: Any, *, source: str = "the SIGMAS") -> Schedule:
-    """The schedule of a SIGMAS, whichever `source` made it. Raises ConfigError."""
-    is_tensor = isinstance(sigmas, Tensor)
-    if not is_tensor or (sigmas.dim(), sigmas.layout) != (1, torch.strided) or sigmas.is_complex():
-        got = type(sigmas).__name__
-        if is_tensor:
-            got = f"{sigmas.layout}, {sigmas.dtype}, shape {list(sigmas.shape)}"
+def sigmas_schedule(sigmas: Any) -> Schedule:
+    """The schedule of a SIGMAS. Raises ConfigError."""
+    if not isinstance(sigmas, Tensor) or sigmas.layout != torch.strided:
+        got = getattr(sigmas, "layout", type(sigmas).__name__)
         raise ConfigError(
-            f"{source} are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
+            f"the SIGMAS are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
         )
-    return given_sigmas(sigmas.tolist(), source=source)
+    return given_sigmas(sigmas.tolist())
 
 
 class _FlowModel:

@@ -237,19 +237,18 @@ class WorkerGroup:
                 events = [key for key, _ in selector.select(self._patience_s())]
                 for key in sorted(events, key=lambda key: isinstance(key.fileobj, ProcessHandle)):
                     key.data()
+                if self._patience_s() == 0:  # what lay there already has been heard
+                    raise WorkerTimeout(
+                        f"the ranks did not stop within {CANCEL_TIMEOUT_S:g} s of being told to; "
+                        "the group was ended"
+                    )
 
     def _patience_s(self) -> float | None:
-        """How long nothing may happen. Raises WorkerTimeout if that is over."""
+        """Seconds left for the ranks to stop; None if nobody told them to."""
         job = self._current
         if job is None or job.cancel_deadline is None:
             return None
-        left = job.cancel_deadline - time.monotonic()
-        if left < 0:
-            raise WorkerTimeout(
-                f"the ranks did not stop within {CANCEL_TIMEOUT_S:g} s of being told to; "
-                "the group was ended"
-            )
-        return left
+        return max(0.0, job.cancel_deadline - time.monotonic())
 
     def _launcher_ended(self) -> None:
         raise WorkerDied("the worker group's launcher ended unexpectedly")

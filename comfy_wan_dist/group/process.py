@@ -102,8 +102,8 @@ class Lifeline:
 
 
 def parent_pid(pid: int) -> int | None:
-    """Parent of a process, or None if it is gone."""
+    """Parent of a process, or None if it is gone or hidden."""
     try:
         return int(psutil.Process(pid).ppid())
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return None

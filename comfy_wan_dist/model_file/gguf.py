@@ -52,13 +52,14 @@ WANTED = ("general.alignment", "split.count")
 SHAPE_PREFIX = "comfy.gguf.orig_shape."
 
 
-def read_gguf_header(path: Path, found: dict[str, Any], *, parts: int) -> dict[str, TensorEntry]:
+def read_gguf_header(
+    file: BinaryIO, path: Path, file_bytes: int, found: dict[str, Any], *, parts: int
+) -> dict[str, TensorEntry]:
     """Tensors with their shapes in values, rows first. Raises ModelFileError, and OSError.
 
     found: keys of the parts before this one, of so many, with their values; this one's are added.
     """
-    with path.open("rb") as file:
-        return _Header(file, path, os.fstat(file.fileno()).st_size, found, parts).read()
+    return _Header(file, path, file_bytes, found, parts).read()
 
 
 @dataclass(slots=True)

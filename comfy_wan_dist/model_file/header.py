@@ -1,9 +1,9 @@
 """The header of safetensors files, read with distrust.
 
-A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands and the
-`safetensors` package checks; a truncated or forged file fails here, before memory is allocated. The header is parsed
-again for what the package does not tell: where tensors lie. Which files a model has is files.py's business, and what
-GGUF files say is gguf.py's.
+A file is accepted only when its tensors lie inside it, without overlap and without gaps, as the format demands; a
+truncated or forged file fails here, before memory is allocated. It is read and never mapped: a file that shrinks
+meanwhile, or a disk that fails, would end the process. Which files a model has is files.py's business, and what GGUF
+files say is gguf.py's.
 Source: safetensors format description (u64 header length, JSON header, tensor bytes).
 """
 
@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
+from typing import Any, BinaryIO
 
 from ..ipc.errors import ModelFileError
 from ..mesh.dtypes import BY_CODE
@@ -62,12 +60,14 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     gguf_keys: dict[str, Any] = {}
     for file in files:
         try:
-            status = file.stat()
-            if file.suffix == GGUF_SUFFIX:
-                tensors = read_gguf_header(file, gguf_keys, parts=len(files))
-            else:
-                tensors, texts = _read_header(file)
-                metadata.update(texts)
+            with file.open("rb") as opened:
+                status = os.fstat(opened.fileno())
+                if file.suffix == GGUF_SUFFIX:
+                    found, parts = gguf_keys, len(files)
+                    tensors = read_gguf_header(opened, file, status.st_size, found, parts=parts)
+                else:
+                    tensors, texts = _read_header(opened, file, status.st_size)
+                    metadata.update(texts)
         except OSError as error:
             raise ModelFileError(
                 f"{file.name} cannot be read: {error.strerror or error}"
@@ -112,53 +112,96 @@ def content_of(file: ModelFile) -> str:
     return digest.hexdigest()
 
 
-def _read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+def _read_header(
+    file: BinaryIO, path: Path, file_bytes: int
+) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Tensors and metadata."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file, safe_open(path, framework="numpy") as checked:
-            metadata = checked.metadata() or {}
-            length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes of {MAX_HEADER_BYTES} at most")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        entries = {
-            name: TensorEntry(
-                dtype=value["dtype"],
-                shape=tuple(value["shape"]),
-                path=str(path),
-                start=8 + length + value["data_offsets"][0],
-                stop=8 + length + value["data_offsets"][1],
-            )
-            for name, value in header.items()
-        }
-    # The package takes an entry that is a list, too; and the file may be replaced after it has looked.
-    except (
-        SafetensorError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    prefix = file.read(8)
+    if len(prefix) < 8:
+        raise ModelFileError(f"{path.name} has only {len(prefix)} bytes; download it again")
+    length = int.from_bytes(prefix, "little")
+    if length > min(file_bytes - 8, MAX_HEADER_BYTES):
         raise ModelFileError(
-            f"{path.name}, of {size} bytes, is truncated, damaged or no safetensors file ({shown(str(error))}); "
-            "download it again"
-        ) from error
-    if len(entries) > MAX_TENSORS:
-        raise ModelFileError(
-            f"{path.name} has {len(entries)} tensors, and no model more than {MAX_TENSORS}; choose another file"
+            f"{path.name} says that its header has {length} bytes, but the file has {file_bytes} "
+            f"(headers may have {MAX_HEADER_BYTES}); it is truncated or no safetensors file"
         )
-    for name, entry in entries.items():
-        if len(name) > MAX_TEXT_BYTES or len(entry.shape) > MAX_DIMS:
-            raise ModelFileError(
-                f"{path.name} has a name of {len(name)} characters and {len(entry.shape)} dims, {shown(name)}; there "
-                f"may be {MAX_TEXT_BYTES} and {MAX_DIMS}: choose another file"
-            )
-        if entry.dtype not in BY_CODE:
-            raise ModelFileError(
-                f"{path.name}: {shown(name)} has the type {shown(entry.dtype)}, which is not known; known are "
-                f"{', '.join(BY_CODE)}"
-            )
+    try:
+        header = json.loads(file.read(length))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(
+            f"the header of {path.name} is not JSON; it is damaged or no safetensors file"
+        ) from error
+    if not isinstance(header, dict):
+        raise ModelFileError(
+            f"the header of {path.name} is not a JSON object; it is no safetensors file"
+        )
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        metadata = {}
+    if len(header) > MAX_TENSORS:
+        raise ModelFileError(
+            f"{path.name} has {len(header)} tensors, and no model more than {MAX_TENSORS}; choose another file"
+        )
+    if too_long := next((name for name in header if len(name) > MAX_TEXT_BYTES), None):
+        raise ModelFileError(
+            f"{path.name} has a name of {len(too_long)} characters, {shown(too_long)}, and may have {MAX_TEXT_BYTES}; "
+            "it is damaged: download it again"
+        )
+    data_start = 8 + length
+    entries = {name: _entry(name, value, path, data_start) for name, value in header.items()}
+    _require_exact_cover(entries, path, data_start, file_bytes)
     return entries, metadata
+
+
+def _entry(name: str, value: Any, path: Path, data_start: int) -> TensorEntry:
+    def whole(number: Any) -> bool:
+        return type(number) is int and 0 <= number < 2**62
+
+    try:
+        dtype, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ModelFileError(
+            f"{path.name}: the header entry of {shown(name)} is incomplete; the file is damaged"
+        ) from error
+    if not isinstance(dtype, str) or dtype not in BY_CODE:
+        raise ModelFileError(
+            f"{path.name}: {shown(name)} has the type {shown(dtype)}, which is not known; known are "
+            f"{', '.join(BY_CODE)}"
+        )
+    well_formed = (
+        isinstance(shape, list)
+        and len(shape) <= MAX_DIMS
+        and all(map(whole, [*shape, start, stop]))
+    )
+    if not well_formed or stop - start != prod(shape) * BY_CODE[dtype].bytes:
+        raise ModelFileError(
+            f"{path.name}: {shown(name)} has shape {shown(shape)} and type {dtype}, which do not give its bytes "
+            f"{shown(start)}..{shown(stop)}; the file is damaged"
+        )
+    return TensorEntry(
+        dtype=dtype,
+        shape=tuple(shape),
+        path=str(path),
+        start=data_start + start,
+        stop=data_start + stop,
+    )
+
+
+def _require_exact_cover(
+    entries: Mapping[str, TensorEntry], path: Path, data_start: int, file_bytes: int
+) -> None:
+    position = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != position:
+            kind = (
+                "overlaps the tensor before it"
+                if entry.start < position
+                else "leaves a gap before it"
+            )
+            raise ModelFileError(f"{path.name}: {shown(name)} {kind}; the file is damaged")
+        position = entry.stop
+    if position != file_bytes:
+        raise ModelFileError(
+            f"{path.name} has {file_bytes} bytes but its header describes {position}; "
+            "it is truncated or damaged: download it again"
+        )

@@ -97,9 +97,15 @@ def given_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> Sche
     Empty for none at all (no steps: the latent stays as it is). Below 1 the run starts from the given latent, and
     above 0 it ends with noise left in. Raises ConfigError.
     """
-    if not sigmas:
+    try:
+        numbers = tuple(map(float, sigmas))
+    except TypeError as error:
+        raise ConfigError(
+            f"{source} are no list of numbers: {error}; use a node or a scheduler that makes one"
+        ) from error
+    if not numbers:
         return Schedule(sigmas=(), timesteps=(), start=0.0)
-    points = validate_sigmas(sigmas, source=source)
+    points = validate_sigmas(numbers, source=source)
     timesteps = tuple(sigma * TRAIN_TIMESTEPS for sigma in points[:-1])
     return Schedule(sigmas=points, timesteps=timesteps, start=points[0])
 

@@ -436,7 +436,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"positive": ["i2v", 0]},
         "an image from WanImageToVideo for a model that takes none",
     ),
-    "channels": ({"latent_image": ["still", 0]}, "an empty latent of another model's channels"),
     "rising": ({"sigmas": "0.5,0.75,0"}, "sigmas that rise"),
     "high": ({"sigmas": "3,1,0"}, "sigmas that rise"),
     "equal": ({"sigmas": "1,0.5,0.5,0", "sampler_name": "uni_pc"}, "equal neighbours"),

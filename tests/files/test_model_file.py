@@ -110,62 +110,59 @@ def test_item_sizes_are_those_of_the_format(file: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 7])
 def test_file_shorter_than_a_length_is_refused(file: Path, size: int) -> None:
     file.write_bytes(b"\0" * size)
-    message = refusal(lambda: read_model_file(str(file)))
-    assert message.startswith(f"model.safetensors, of {size} bytes, is truncated, damaged")
-    assert message.endswith("; download it again")
+    assert (
+        refusal(lambda: read_model_file(str(file)))
+        == f"model.safetensors has only {size} bytes; download it again"
+    )
 
 
 @pytest.mark.parametrize("length", [3, 100, MAX_HEADER_BYTES + 1, 2 * 2**30, 2**63, 2**64 - 1])
 def test_header_longer_than_the_file_is_refused(file: Path, length: int) -> None:
     write_raw(file, {}, length=length)
     message = refusal(lambda: read_model_file(str(file)))
-    assert "bytes, is truncated, damaged or no safetensors file (" in message
+    assert f"its header has {length} bytes, but the file has 10" in message
 
 
 def test_header_over_the_limit_is_refused_without_being_read(file: Path) -> None:
     write_raw(file, {}, length=2 * 2**30)
     os.truncate(file, 3 * 2**30)  # sparse
-    assert "header too large" in refusal(lambda: read_model_file(str(file)))
-
-
-def test_header_over_our_own_limit_is_refused(file: Path) -> None:
-    junk = tensor(0, 0) | {"junk": " " * MAX_HEADER_BYTES}
-    write_raw(file, {"x": junk})
-    assert f"bytes of {MAX_HEADER_BYTES} at most" in refusal(lambda: read_model_file(str(file)))
+    assert "its header has 2147483648 bytes" in refusal(lambda: read_model_file(str(file)))
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"not json", "invalid JSON"),
-        (b"\xff\xfe{}", "invalid UTF-8"),
-        (b"[" * 200_000, "invalid JSON"),
-        (b"[]", "expected struct HashMetadata"),
-        (b"null", "expected struct HashMetadata"),
-        ({"x": None}, "expected struct TensorInfo"),
-        ({"x": []}, "TensorInfo with 3 elements"),
-        ({"x": ["U8", [8], [0, 8]]}, "truncated, damaged or no safetensors file"),
-        ({"x": {"dtype": "U8", "shape": [0]}}, "data_offsets"),
-        ({"x": {"dtype": "U8", "shape": [0], "data_offsets": [0]}}, "expected a tuple of size 2"),
-        ({"x": tensor(0, 0, dtype="X9")}, "truncated, damaged or no safetensors file"),
+        (b"not json", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
+        (b"[" * 200_000, "is not JSON"),
+        (b"[]", "is not a JSON object"),
+        (b"null", "is not a JSON object"),
+        ({"x": None}, "entry of 'x' is incomplete"),
+        ({"x": []}, "entry of 'x' is incomplete"),
+        ({"x": {"dtype": "U8", "shape": [0]}}, "entry of 'x' is incomplete"),
+        ({"x": {"dtype": "U8", "shape": [0], "data_offsets": [0]}}, "entry of 'x' is incomplete"),
+        (
+            {"x": tensor(0, 0, dtype="X9")},
+            "'x' has the type 'X9', which is not known; known are F64",
+        ),
+        ({"x": tensor(0, 0) | {"dtype": ["U8"]}}, "which is not known"),
+        ({"x": tensor(0, 1) | {"dtype": {"U8": None}}}, "which is not known"),
         ({"x": tensor(0, 8, dtype="F8_E8M0")}, "'x' has the type 'F8_E8M0', which is not known"),
-        ({"x": tensor(0, 0) | {"dtype": ["U8"]}}, "invalid"),
-        ({"x": tensor(0, 8, dtype="F32", shape=[3])}, "invalid shape, data type, or offset"),
-        ({"x": tensor(0, 8, shape=[-2, -4])}, "expected usize"),
-        ({"x": tensor(0, 8, shape=[8.0])}, "expected usize"),  # type: ignore[list-item]
-        ({"x": tensor(0, 8, shape=[True] * 3 + [8])}, "expected usize"),
-        ({"x": tensor(8, 0, shape=[])}, "invalid offset for tensor `x`"),
-        ({"x": tensor(0, 8, shape=[1] * 16 + [8])}, "17 dims, 'x'; there may be"),
-        ({"x": tensor(0, 8) | {"shape": "8"}}, "truncated, damaged or no safetensors file"),
-        ({"x": tensor(0, 8, shape=[2**62, 2**62])}, "overflow"),
-        ({"x": tensor(0, 6), "y": tensor(4, 8)}, "invalid offset for tensor `y`"),
-        ({"x": tensor(0, 4), "y": tensor(0, 8)}, "invalid offset for tensor `y`"),
-        ({"x": tensor(0, 3), "y": tensor(4, 8)}, "invalid offset for tensor `y`"),
-        ({"x": tensor(1, 8)}, "invalid offset for tensor `x`"),
-        ({"x": tensor(0, 7)}, "file not fully covered"),
-        ({"x": tensor(0, 9)}, "file not fully covered"),
-        ({}, "file not fully covered"),
-        ({"x": tensor(0, 8), "__metadata__": {"a": 3}}, "expected a string"),
+        ({"x": tensor(0, 8, dtype="F32", shape=[3])}, "do not give its bytes 0..8"),
+        ({"x": tensor(0, 8, shape=[-2, -4])}, "do not give its bytes"),
+        ({"x": tensor(0, 8, shape=[8.0])}, "do not give its bytes"),  # type: ignore[list-item]
+        ({"x": tensor(0, 8, shape=[True] * 3 + [8])}, "do not give its bytes"),
+        ({"x": tensor(8, 0, shape=[])}, "do not give its bytes"),
+        ({"x": tensor(0, 1, shape=[1] * 17)}, "do not give its bytes"),
+        ({"x": tensor(0, 8) | {"shape": "8"}}, "do not give its bytes"),
+        ({"x": tensor(0, 8, shape=[2**62, 2**62])}, "do not give its bytes"),
+        ({"x": tensor(0, 6), "y": tensor(4, 8)}, "'y' overlaps the tensor before it"),
+        ({"x": tensor(0, 4), "y": tensor(0, 8)}, "'y' overlaps the tensor before it"),
+        ({"x": tensor(0, 3), "y": tensor(4, 8)}, "'y' leaves a gap before it"),
+        ({"x": tensor(1, 8)}, "'x' leaves a gap before it"),
+        ({"x": tensor(0, 7)}, "its header describes"),
+        ({"x": tensor(0, 9)}, "it is truncated or damaged: download it again"),
+        ({}, "its header describes"),
     ],
 )
 def test_damaged_header_is_refused(file: Path, header: object, message: str) -> None:
@@ -199,8 +196,10 @@ def test_truncated_file_is_refused(file: Path) -> None:
     save_file({"x": torch.zeros(100)}, file)
     os.truncate(file, file.stat().st_size - 1)
     message = refusal(lambda: read_model_file(str(file)))
-    assert message.startswith(f"model.safetensors, of {file.stat().st_size} bytes, is truncated")
-    assert "file not fully covered" in message
+    size = file.stat().st_size
+    assert message.startswith(
+        f"model.safetensors has {size} bytes but its header describes {size + 1};"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.pth", "model.pt", "model.ckpt", "model.bin", "model"])
@@ -365,7 +364,7 @@ def assert_tiles(model: ModelFile, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["net." * 2**20 + "alpha.alpha"], "a name of 4194315 characters and 1 dims, 'net.net."),
+        (["net." * 2**20 + "alpha.alpha"], "a name of 4194315 characters, 'net.net."),
         ([f"a{index}" for index in range(2**16 + 1)], "65537 tensors, and no model more than"),
     ],
 )

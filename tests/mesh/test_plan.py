@@ -357,6 +357,10 @@ def test_pool_of_this_machine_keeps_its_own_memory() -> None:
     weakest = pool.weakest
     assert weakest.memory == 23 * GB
     assert weakest.half.rate == 71e12 * EFFICIENCY  # the RTX 3090's
+    slow, fast = (parse_pool(name).weakest.half for name in ("RTX3090", "H100-SXM"))
+    assert (slow.memory, slow.link) < (fast.memory, fast.link)
+    assert (weakest.half.memory, weakest.half.link) == (slow.memory, slow.link)
+    assert weakest.half.latency == max(slow.latency, fast.latency)
     assert weakest.name == "RTX3090 + H100-SXM"
     with pytest.raises(ConfigError, match="no figures for 'Tesla T4'"):
         known_pool([("Tesla T4", 16 * GB)])

@@ -96,7 +96,7 @@ class Exchange:
     stopwatch: AbstractContextManager[None] | None = None
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What has arrived, once all is done."""
+        """What has arrived, once all is done. To be called once."""
         with self.stopwatch or contextlib.nullcontext():
             for transfer in self.transfers:
                 transfer.wait()

@@ -9,7 +9,6 @@ holds open). Not covered: restarts, because ComfyUI's process starts a fresh gro
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -22,10 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from comfy_wan_dist.ipc.launch_options import LauncherOptions
 from comfy_wan_dist.ipc.paths import AGENT_STORE_NAME, LOG_FOLDER_NAME
+
+from .process_tree import kill_descendants
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -169,23 +168,14 @@ def watch_lifeline(lifeline: int, client: int, folder: Path) -> None:
     poll.register(lifeline, select.POLLIN)
     while os.getppid() == client and not poll.poll(WATCH_INTERVAL_S * 1000):
         pass
-    # A rank may be starting this moment: look again until none is left. One that slips through
-    # finds no socket.
-    while kill_descendants():
-        time.sleep(0.02)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
-
-
-def kill_descendants() -> int:
-    """SIGKILL every process below this one, never a stranger that got its number; how many it were."""
-    killed = 0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                process.kill()
-                killed += 1
-    return killed
+    try:
+        # A rank may be starting this moment: look again until none is left. One that slips through
+        # finds no socket.
+        while kill_descendants():
+            time.sleep(0.02)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
 
 if __name__ == "__main__":
