@@ -75,6 +75,8 @@ def _end_of(process: psutil.Process) -> int:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 if poll.poll(POLL_S * 1000):
                     break
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            os.write(writer, b"x")  # closing is not heard while a forked child has a copy
         os.close(writer)
 
     threading.Thread(target=watch, name="process-end", daemon=True).start()

@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -244,10 +245,16 @@ def test_process_handle_tells_of_the_end_and_frees_what_it_holds() -> None:
     before = len(os.listdir("/proc/self/fd"))
     sleeper = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
     handles = [ProcessHandle(sleeper), ProcessHandle(sleeper)]
+    copies = os.fork()  # another pack's child, with copies of all descriptors
+    if copies == 0:
+        time.sleep(10)
+        os._exit(0)
     assert not handles[0].wait(0)
     handles[1].close()  # before the end
     handles[0].send_signal(signal.SIGTERM)
     assert handles[0].wait(5)  # as soon as it can be reaped
+    os.kill(copies, signal.SIGKILL)
+    os.waitpid(copies, 0)
     assert os.waitpid(sleeper, 0)[1] == signal.SIGTERM
     handles[0].close()
     assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
