@@ -11,12 +11,16 @@ import psutil
 
 def kill_descendants() -> int:
     """SIGKILL every process below this one, never a stranger that got its number; how many it were."""
-    killed = 0
+    processes = []
     for pid in descendants(os.getpid()):
         with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            # Still below us now that psutil would notice another one of its number.
-            if pid in descendants(os.getpid()):
+            processes.append(psutil.Process(pid))
+    # Those still below us are what psutil has seen, and it would notice another one of the same number.
+    below = descendants(os.getpid())
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.pid in below:
                 process.kill()
                 killed += 1
     return killed
