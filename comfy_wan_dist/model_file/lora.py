@@ -27,8 +27,9 @@ from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
 from .names import listed, shown
 
-FIRST_EXPERT, _ = HALVES = ("transformer.", "transformer_2.")
+HALVES = ("transformer.", "transformer_2.")
 """How the keys of a file begin that holds LoRAs for two experts: for much noise, and for little."""
+FIRST_EXPERT = HALVES[0]
 HALF_OF = {begin: begin for begin in HALVES} | {
     f"diffusion_model.transformer_{number}.": half for number, half in enumerate(HALVES, start=1)
 }
