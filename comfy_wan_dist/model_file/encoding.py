@@ -25,6 +25,7 @@ from .names import Naming, shown
 FORMATS = tuple(BY_CODE[code].name for code in FP8)
 """That newer files name: the dtypes that their weights must have."""
 METADATA_KEY = "_quantization_metadata"
+FORMATS_OF_MODELOPT = {"fp8": "float8_e4m3fn"}
 MAX_FORMAT_BYTES = 4096
 
 SCALES = ("scale_weight", "weight_scale")
@@ -165,7 +166,7 @@ def _format_name(conf: Any) -> str:
     name = conf["format"] if isinstance(conf, dict) else conf
     if not isinstance(name, str):
         raise TypeError("a format's name is text")
-    return name
+    return FORMATS_OF_MODELOPT.get(name, name)
 
 
 def _read(entry: TensorEntry) -> bytes:

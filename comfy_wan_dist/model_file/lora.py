@@ -27,8 +27,13 @@ from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
 from .names import listed, shown
 
-FIRST_EXPERT, SECOND_EXPERT = HALVES = ("transformer.", "transformer_2.")
+HALVES = ("transformer.", "transformer_2.")
 """How the keys of a file begin that holds LoRAs for two experts: for much noise, and for little."""
+FIRST_EXPERT = HALVES[0]
+HALF_OF = {begin: begin for begin in HALVES} | {
+    f"diffusion_model.transformer_{number}.": half for number, half in enumerate(HALVES, start=1)
+}
+"""By beginning of a key the half that it is of: diffusers' and ai-toolkit's."""
 SHOWN_KEYS = 10
 PEFT_METADATA = "lora_adapter_metadata"
 UNSUPPORTED_CONFIG = ("alpha_pattern", "use_rslora", "use_dora")
@@ -173,12 +178,13 @@ def _find_factors(
     scaled: set[str] = set()
     unknown: list[str] = []
     own = half or FIRST_EXPERT
-    has_own = any(key.startswith(own) for key in entries)  # else it suits either expert
+    has_own = any(_half_of(key)[0] == own for key in entries)  # else it suits either expert
     for key, entry in entries.items():
-        is_others = has_own and key.startswith(HALVES) and not key.startswith(own)
+        key_half, rest = _half_of(key)
+        is_others = has_own and key_half not in ("", own)
         if is_others and half:
             continue
-        part = None if is_others else read_key(key.removeprefix(SECOND_EXPERT))
+        part = None if is_others else read_key(rest)
         if part is None or (
             part.parameter not in expected and not _is_beyond(part.parameter, expected)
         ):
@@ -206,6 +212,12 @@ def _find_factors(
             )
         roles[role] = Factor(name=key, entry=entry)
     return found, scaled, unknown
+
+
+def _half_of(key: str) -> tuple[str, str]:
+    """Of HALVES the one that a key belongs to, or nothing, and the key without what says so."""
+    begin = next((begin for begin in HALF_OF if key.startswith(begin)), "")
+    return HALF_OF.get(begin, ""), key.removeprefix(begin)
 
 
 def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:

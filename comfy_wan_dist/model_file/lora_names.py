@@ -95,6 +95,10 @@ _BLOCK_PATHS = {path: path for path in OFFICIAL_BLOCK_PATHS} | DIFFUSERS_BLOCK_P
 _UNDERSCORED_PATHS = {path.replace(".", "_"): official for path, official in _PATHS.items()}
 _UNDERSCORED_BLOCK_PATHS = {
     path.replace(".", "_"): official for path, official in _BLOCK_PATHS.items()
+} | {
+    # ai-toolkit's older LoKr: diffusers' path, of which only the attention became official.
+    f"{attention}_to_out_0": f"{attention}.o"
+    for attention in ("self_attn", "cross_attn")
 }
 
 

@@ -89,6 +89,7 @@ def test_every_parameter_is_found_under_every_spelling(spelling: str) -> None:
         ("diffusion_model.head.diff_m", "head.modulation", Role.DIFFERENCE),
         ("lora_unet__blocks_0_ffn_0.alpha", "blocks.0.ffn.0.weight", Role.ALPHA),
         ("lycoris_blocks_0_ffn_net_2.lokr_w1_a", "blocks.0.ffn.2.weight", Role.LOKR_W1_A),
+        ("lycoris_blocks_1_self_attn_to_out_0.alpha", "blocks.1.self_attn.o.weight", Role.ALPHA),
         ("lora_unet_time_projection_1.hada_w2_b", "time_projection.1.weight", Role.HADA_W2_B),
         (
             "diffusion_model.blocks.0.self_attn.q.bias.diff",
@@ -148,10 +149,18 @@ def test_bias_of_an_up_is_scaled_as_the_up() -> None:
     assert parse(bias).patches["blocks.0.self_attn.q.bias"].scale == 1
 
 
-def test_second_experts_keys_count_only_without_the_first() -> None:
-    first, second = (
-        pair(f"{name}.blocks.0.attn1.to_q") for name in ("transformer", "transformer_2")
-    )
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("transformer.blocks.0.attn1.to_q", "transformer_2.blocks.0.attn1.to_q"),
+        (
+            "diffusion_model.transformer_1.blocks.0.self_attn.q",
+            "diffusion_model.transformer_2.blocks.0.self_attn.q",
+        ),
+    ],
+)
+def test_second_experts_keys_count_only_without_the_first(paths: tuple[str, str]) -> None:
+    first, second = map(pair, paths)
     assert parse(second).unknown == ()
     assert parse(first | second).unknown == tuple(second)
     for half, own in zip(HALVES, (first, second), strict=True):
@@ -336,6 +345,8 @@ BEGINNINGS = st.sampled_from(
         "diffusion_model.",
         "transformer.",
         "transformer_2.",
+        "diffusion_model.transformer_1.",
+        "diffusion_model.transformer_2.",
         "base_model.model.",
         "lora_unet_",
         "lora_unet__",
