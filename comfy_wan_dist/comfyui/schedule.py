@@ -60,8 +60,11 @@ def build_schedule(
 
 def sigmas_schedule(sigmas: Any) -> Schedule:
     """The schedule of a SIGMAS. Raises ConfigError."""
-    if not isinstance(sigmas, Tensor) or sigmas.layout != torch.strided:
-        got = getattr(sigmas, "layout", type(sigmas).__name__)
+    is_tensor = isinstance(sigmas, Tensor)
+    if not is_tensor or (sigmas.dim(), sigmas.layout) != (1, torch.strided):
+        got = type(sigmas).__name__
+        if is_tensor:
+            got = f"{sigmas.layout}, {sigmas.dtype}, shape {list(sigmas.shape)}"
         raise ConfigError(
             f"the SIGMAS are no list of numbers but {got}; use a node that makes SIGMAS, such as OptimalStepsScheduler"
         )
