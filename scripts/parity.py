@@ -362,10 +362,12 @@ def diffusers_forward(reference: Any, case: Case) -> Tensor:
     x, timesteps = inputs.noisy, torch.full((batch,), 700.0)
     if inputs.clean is not None and inputs.mask is not None and inputs.frame_mask is not None:
         x = x * inputs.mask + inputs.clean * (1 - inputs.mask)
-        per_frame = height // 2 * (width // 2)
+        per_frame = (height + 1) // 2 * ((width + 1) // 2)
         timesteps = (700.0 * inputs.frame_mask).repeat_interleave(per_frame, dim=1)
+    # diffusers would leave out the last row and column of odd sides, where ComfyUI repeats the first.
+    x = torch.nn.functional.pad(x, (0, width % 2, 0, height % 2, 0, 0), mode="circular")
     velocity: Tensor = reference(x, timesteps, inputs.cond.expand(batch, -1, -1)).sample
-    return velocity
+    return velocity[..., :height, :width]
 
 
 # ---- ComfyUI ---------------------------------------------------------------------------------------------------

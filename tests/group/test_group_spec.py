@@ -10,6 +10,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -375,10 +376,17 @@ def test_listener_survives_any_bytes(door: Listener) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder with room for the name of a socket; pytest's own may have none."""
+    with tempfile.TemporaryDirectory(prefix="wdt-") as made:
+        yield Path(made)
+
+
 def test_private_folder_goes_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
-    full, roomy = tmp_path / "full", tmp_path / "roomy"
+    full, roomy = short_path / "full", short_path / "roomy"
     full.mkdir()
     roomy.mkdir()
 
