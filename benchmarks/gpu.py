@@ -355,7 +355,7 @@ def _build_forward(model: WanModel, grid: LatentGrid, device: torch.device) -> C
         latent=latent,
         cond=PromptTensors(text=text, conditions={}),
         uncond=None,
-        frame_mask=frame_mask,
+        frame_factors=frame_mask,
     )
     inputs = prepare_forward(given, shape, single_groups(), device)
     x = inputs.shard(latent)

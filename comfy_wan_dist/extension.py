@@ -16,6 +16,7 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes.load_conditioning import LoadConditioning
     from .nodes.load_model import LoadModel
     from .nodes.lora import LoRA
+    from .nodes.model import Model
     from .nodes.plan import PlanMesh
     from .nodes.sampler import Sampler
     from .nodes.save_conditioning import SaveConditioning
@@ -32,6 +33,7 @@ async def comfy_entrypoint() -> ComfyExtension:
                 LoadConditioning,
                 PlanMesh,
                 LoRA,
+                Model,
             ]
 
     return WanDistExtension()

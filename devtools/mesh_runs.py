@@ -390,7 +390,7 @@ def forward_rank(
     assert cond is not None
     uncond = inputs.prompt(UNCOND)
     given = ForwardInputs(
-        latent=inputs.noisy, cond=cond, uncond=uncond, frame_mask=inputs.frame_mask
+        latent=inputs.noisy, cond=cond, uncond=uncond, frame_factors=inputs.frame_mask
     )
     with torch.inference_mode():
         own = prepare_forward(given, model.shape, groups, CPU)

@@ -12,16 +12,24 @@ from __future__ import annotations
 import torch
 from typing_extensions import assert_never
 
-from comfy_wan_dist.ipc.messages import DecodeRequest, EncodeRequest, Request, SampleRequest
+from comfy_wan_dist.ipc.messages import (
+    DecodeRequest,
+    EncodeRequest,
+    ForwardRequest,
+    Request,
+    SampleRequest,
+)
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 
 from .checkpoint.files import ModelFiles
+from .forward_job import forward
 from .job import Job, JobStats, Runner
 from .parallel.groups import PlaneGroups
 from .resident.memory import Room, peak_memory, reset_peak_memory
 from .resident.transformers import Transformers
 from .resident.vae import ResidentVAE
 from .sample_job import sample
+from .transformer_job import TransformerWork
 from .vae_job import VAEWork
 
 
@@ -45,6 +53,9 @@ class PlaneRunner(Runner):
         self._transformers = Transformers(
             plane=plane, files=files, room=room, drop_vae=self._vae.clear
         )
+        self._transformer_work = TransformerWork(
+            plane=plane, transformers=self._transformers, device=device
+        )
         self._vae_work = VAEWork(
             plane=plane, room=room, vae=self._vae, transformers=self._transformers
         )
@@ -57,13 +68,9 @@ class PlaneRunner(Runner):
         with torch.inference_mode():
             match request:
                 case SampleRequest():
-                    sample(
-                        request,
-                        job,
-                        plane=self._plane,
-                        transformers=self._transformers,
-                        device=self._device,
-                    )
+                    sample(request, job, self._transformer_work)
+                case ForwardRequest():
+                    forward(request, job, self._transformer_work)
                 case DecodeRequest():
                     note = self._vae_work.decode(request, job)
                 case EncodeRequest():

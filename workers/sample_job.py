@@ -13,17 +13,14 @@ from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import COND, UNCOND, SampleRequest, TensorRef
-from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
-from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, requested_workload
 from comfy_wan_dist.solvers.table import Solver, build_solver, last_sigma
 
 from .job import Job, stop_if_asked, together
 from .model.wan import WanModel
-from .parallel.compile import outside_graphs
-from .parallel.groups import MeshGroups, PlaneGroups
-from .resident.transformers import Transformers, WantedModels
+from .parallel.groups import MeshGroups
+from .resident.transformers import WantedModels
 from .sampling.denoise import KeptTokens, StepObserver, denoise
 from .sampling.forward import (
     Forward,
@@ -34,18 +31,13 @@ from .sampling.forward import (
     prepare_forward,
     validate_latent,
 )
+from .transformer_job import TransformerWork, groups_for, read_conditions
 
 
-def sample(
-    request: SampleRequest,
-    job: Job,
-    *,
-    plane: PlaneGroups,
-    transformers: Transformers,
-    device: torch.device,
-) -> None:
+def sample(request: SampleRequest, job: Job, work: TransformerWork) -> None:
     """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the run."""
-    groups = groups_for(request, plane, job)
+    transformers, device = work.transformers, work.device
+    groups = groups_for(request, work.plane, job)
 
     def workload(shape: WanShape) -> Workload:
         validate_latent(request.noisy.shape, shape)
@@ -104,20 +96,6 @@ class StepReport:
         pass
 
 
-def groups_for(request: SampleRequest, plane: PlaneGroups, job: Job) -> MeshGroups:
-    """Groups of the request's mesh. Collectives: a vote, and the making of groups that no earlier job needed."""
-
-    def check() -> MeshDegrees:
-        degrees = parse_mesh(request.mesh)
-        if degrees is None:
-            raise ConfigError("a job's mesh is auto; name one")
-        job_ranks(plane.layout, degrees)
-        return degrees
-
-    groups = plane.for_mesh(together(job, check))
-    return outside_graphs(groups) if request.model.compile else groups
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleRun:
     """A sampling request cut for this rank. x, kept and the solver's noise are token shards in float32.
@@ -169,29 +147,14 @@ def prepare_sample(
 
 def forward_inputs(request: SampleRequest, tensor: Callable[[TensorRef], Tensor]) -> ForwardInputs:
     """The request's tensors that its forwards are given."""
-
-    named = [(each.branch, each.name) for each in request.conditions]
-    for each in request.conditions:
-        if not 0 <= each.batch_dim < max(1, len(each.tensor.shape)):
-            raise ConfigError(
-                f"the samples of {each.name} are said to lie in dim {each.batch_dim} of {list(each.tensor.shape)}"
-            )
-    if len(set(named)) < len(named) or not {branch for branch, _ in named} <= {COND, UNCOND}:
-        raise ConfigError(
-            f"the conditions are {named}; each must be of {COND} or {UNCOND}, and of one name only once"
-        )
-
-    def prompt(text: TensorRef, branch: str) -> PromptTensors:
-        own = [each for each in request.conditions if each.branch == branch]
-        # From here on samples lie in dim 0.
-        conditions = {each.name: tensor(each.tensor).movedim(each.batch_dim, 0) for each in own}
-        return PromptTensors(text=tensor(text), conditions=conditions)
-
+    conditions = read_conditions(request.conditions, tensor)
     return ForwardInputs(
         latent=tensor(request.noisy),
-        cond=prompt(request.cond, COND),
-        uncond=None if request.uncond is None else prompt(request.uncond, UNCOND),
-        frame_mask=None if request.frame_mask is None else tensor(request.frame_mask),
+        cond=PromptTensors(text=tensor(request.cond), conditions=conditions[COND]),
+        uncond=None
+        if request.uncond is None
+        else PromptTensors(text=tensor(request.uncond), conditions=conditions[UNCOND]),
+        frame_factors=None if request.frame_mask is None else tensor(request.frame_mask),
     )
 
 

@@ -35,11 +35,13 @@ class Piece:
 
     most_samples: how many samples a run may have in which this piece, a SampleRequest, is done together with others
     like it (shared_run.py); 0 if it is to be done alone.
+    is_one_of_many: its caller asks for one after the other, so that each wait for others would add up.
     """
 
     request: Request
     cost: float
     most_samples: int = 0
+    is_one_of_many: bool = False
 
 
 class Ticket:
@@ -74,7 +76,7 @@ class Ticket:
     @property
     def is_patient(self) -> bool:
         """Whether it matters who comes a moment later. On one plane the order costs nothing."""
-        return len(self.planes) > 1 or self.may_share
+        return not self.piece.is_one_of_many and (len(self.planes) > 1 or self.may_share)
 
     def own(self, plane: LaunchSpec) -> LaunchSpec | None:
         """The one of its planes that is as good as `plane`."""

@@ -16,6 +16,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..ipc.errors import (
     InsufficientMemoryError,
     MachineLost,
@@ -26,7 +28,7 @@ from ..ipc.errors import (
     WorkerTimeout,
 )
 from ..ipc.messages import Done, Progress, Request, SampleRequest
-from ..ipc.shared import BufferPool, Parcel
+from ..ipc.shared import BufferPool, KeptTensor, Parcel
 from ..mesh.devices import DeviceList
 from .client import WorkerGroup
 from .queue import SETTLE_S, Piece, PlaneQueue, Ticket
@@ -77,6 +79,10 @@ class Scheduler:
     def parcel(self) -> Parcel:
         """Room for the tensors of a node's pieces, which any plane can use."""
         return Parcel(self._pool)
+
+    def keep(self, tensor: Tensor) -> KeptTensor:
+        """A copy of a tensor to lend to parcels, which any plane can use."""
+        return self._pool.keep(tensor)
 
     async def run(
         self,

@@ -20,7 +20,7 @@ from typing import Any
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -137,6 +137,27 @@ class SampleRequest:
     result: TensorRef
     conditions: tuple[Condition, ...] = ()
     low_noise: LowNoise | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardRequest:
+    """Predict the velocity of a batch once, without guidance.
+
+    x, result: [B, C, T, h, w] float32. timesteps [B, 1 or T] float32 in [0, 1000], for all latent frames or for each.
+    text [B, S, text_dim] float32. prompts: a name for each sample's text; what ranks keep of a prompt between requests
+    they know again by it, so equal names mean equal texts.
+    mesh, conditions: as for sampling; all conditions are the prompt's.
+    """
+
+    id: str
+    model: ModelSpec
+    mesh: str
+    x: TensorRef
+    timesteps: TensorRef
+    text: TensorRef
+    prompts: tuple[str, ...]
+    result: TensorRef
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +315,8 @@ class Refuse:
     reason: str
 
 
-Request = SampleRequest | DecodeRequest | EncodeRequest
+TransformerRequest = SampleRequest | ForwardRequest
+Request = TransformerRequest | DecodeRequest | EncodeRequest
 Message = (
     Request | Cancel | Shutdown | Hello | Ready | Progress | Done | Failed | Arrive | Join | Refuse
 )

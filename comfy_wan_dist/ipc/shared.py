@@ -29,7 +29,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -137,6 +137,15 @@ def map_buffer(fd: int) -> SharedBuffer:
     return SharedBuffer(mmap.mmap(fd, size))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptTensor:
+    """A tensor that lies where ranks see it, for any number of jobs. Its buffer is free once nobody has this."""
+
+    fd: int
+    buffer: SharedBuffer
+    ref: TensorRef
+
+
 class BufferPool:
     """Makes buffers and keeps used ones, up to `max_idle_bytes`. Safe from several threads."""
 
@@ -184,6 +193,16 @@ class BufferPool:
             buffer._mapping, _return_buffer, weakref.ref(self), buffer.size, fd
         )
         finalizer.atexit = False
+
+    def keep(self, tensor: Tensor) -> KeptTensor:
+        """A copy of `tensor` to lend to parcels."""
+        fd, buffer = self.take(tensor.numel() * tensor.element_size())
+        self.give_back_when_unused(fd, buffer)
+        ref = TensorRef(
+            buffer=0, offset=0, dtype=_dtype_name(tensor.dtype), shape=tuple(tensor.shape)
+        )
+        buffer.tensor(ref).copy_(tensor)
+        return KeptTensor(fd=fd, buffer=buffer, ref=ref)
 
     def close(self) -> None:
         """Free what is idle, and from now on whatever comes back. Tensors in use stay valid."""
@@ -245,6 +264,7 @@ class Parcel:
         self._pool = pool
         self._buffers: list[tuple[int, SharedBuffer]] = []
         self._reserved: set[int] = set()
+        self._lent: set[int] = set()
 
     def __enter__(self) -> Parcel:
         return self
@@ -257,6 +277,8 @@ class Parcel:
     ) -> None:
         buffers, self._buffers = self._buffers, []
         for index, (fd, buffer) in enumerate(buffers):
+            if index in self._lent:
+                continue
             if index in self._reserved:
                 self._pool.give_back_when_unused(fd, buffer)
             else:
@@ -286,6 +308,13 @@ class Parcel:
         for ref, tensor in zip(refs, tensors, strict=True):
             self.tensor(ref).copy_(tensor)
         return tuple(refs)
+
+    def lend(self, kept: KeptTensor) -> TensorRef:
+        """A kept tensor among this job's, without a copy."""
+        ref = replace(kept.ref, buffer=len(self._buffers))
+        self._lent.add(ref.buffer)
+        self._buffers.append((kept.fd, kept.buffer))
+        return ref
 
     def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> TensorRef:
         """Room for a result; its content is arbitrary until a rank has written it."""

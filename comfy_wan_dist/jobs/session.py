@@ -25,7 +25,7 @@ from ..group.queue import Piece
 from ..group.scheduler import Caller, Outcome, Scheduler
 from ..group.spec import LaunchSpec, plane_specs
 from ..ipc.messages import Progress, TensorRef
-from ..ipc.shared import Parcel
+from ..ipc.shared import KeptTensor, Parcel
 from ..mesh.degrees import parse_mesh
 from ..mesh.devices import parse_devices
 from ..mesh.report import peak_text
@@ -88,6 +88,10 @@ class Session:
         """`send` a tensor cut into `sizes` along `dim`."""
         return self._parcel.pack(tensor.split(list(sizes), dim))
 
+    def lend(self, kept: KeptTensor) -> TensorRef:
+        """A tensor of `keep_tensor` among this job's, without a copy."""
+        return self._parcel.lend(kept)
+
     def reserve(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> TensorRef:
         """Room for a result."""
         return self._parcel.reserve(shape, dtype)
@@ -111,14 +115,16 @@ class Session:
         caller = Caller(on_progress=show, check_interrupt=check_interrupt, make_room=free_devices)
         outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
         for piece, outcome in zip(pieces, outcomes, strict=True):
-            logger.info(
+            bytes_read = sum(answer.bytes_read for answer in outcome.answers)
+            logger.log(
+                logging.DEBUG if piece.is_one_of_many and not bytes_read else logging.INFO,
                 "[wan-dist] %s on mesh %s%s%s: %.2f s, %d bytes read from disk, peak memory by rank %s GiB",
                 type(piece.request).__name__,
                 outcome.plane.degrees,
                 self._plane_label(outcome),
                 f", {outcome.requests} requests in one run" if outcome.requests > 1 else "",
                 max(answer.seconds for answer in outcome.answers),
-                sum(answer.bytes_read for answer in outcome.answers),
+                bytes_read,
                 peak_text(outcome.answers),
             )
         return outcomes
@@ -127,6 +133,11 @@ class Session:
         if len(self._planes) == 1:
             return ""
         return f", plane {self._planes.index(outcome.plane)} of {len(self._planes)}"
+
+
+def keep_tensor(tensor: Tensor) -> KeptTensor:
+    """A copy of a tensor where ranks see it, for the sessions that it is lent to."""
+    return default_groups().scheduler.keep(tensor)
 
 
 @asynccontextmanager

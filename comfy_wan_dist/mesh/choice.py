@@ -165,18 +165,19 @@ def choose_job_mesh(
 ) -> MeshDegrees:
     """The mesh for one job on a loaded plane; no rank idles if any mesh can avoid it.
 
-    A mesh that the user named stays as it is, except that without guidance its cfg axis joins the context axes, which
-    are then cut anew with as much ulysses as heads allow. With
+    A mesh that the user named stays as it is, except that without guidance its cfg axis cuts the batch in two or, if
+    that is uneven, joins the context axes, which are then cut anew with as much ulysses as heads allow. With
     `device_memory` (bytes of one device) meshes on which the job fits go first.
     """
     if not is_auto and (job.guided or plane.cfg == 1):
         return plane
     replicas = weight_layout(plane).ring
+    most_dp = 1 if plane.fsdp else job.batch if is_auto else plane.cfg
     heads = allowed_ulysses(job.shape, plane.tp)
     candidates = []
-    for dp, cfg, ulysses in product(range(1, job.batch + 1), (1, 2) if job.guided else (1,), heads):
+    for dp, cfg, ulysses in product(range(1, most_dp + 1), (1, 2) if job.guided else (1,), heads):
         ring, rest = divmod(replicas, dp * cfg * ulysses)
-        if rest or job.batch % dp or (dp > 1 and (plane.fsdp or not is_auto)):
+        if rest or job.batch % dp:
             continue
         mesh = replace(plane, dp=dp, cfg=cfg, ring=ring, ulysses=ulysses)
         if job.grid.tokens >= mesh.cp * (mesh.tp if mesh.sp else 1):

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 
 from ..ipc.errors import ConfigError
-from ..ipc.messages import SampleRequest, TensorRef
+from ..ipc.messages import ForwardRequest, SampleRequest, TensorRef
 from .degrees import MeshDegrees
 from .dtypes import BY_NAME, COMPUTED
 from .layout import coordinates
@@ -75,10 +75,6 @@ def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
 
     Raises ConfigError.
     """
-
-    def tokens(text: TensorRef) -> int:
-        return text.shape[1] if len(text.shape) == 3 else 1  # another one is refused before the run
-
     batch, _, frames, height, width = request.noisy.shape
     return Workload(
         shape=shape,
@@ -87,9 +83,28 @@ def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
         guided=request.uncond is not None,
         batch=batch,
         dtype=request.model.dtype,
-        text_tokens=(tokens(request.cond), tokens(request.uncond or request.cond)),
+        text_tokens=(_text_tokens(request.cond), _text_tokens(request.uncond or request.cond)),
         text_batch=request.cond.shape[0] if request.cond.shape else 1,
     )
+
+
+def forward_workload(request: ForwardRequest, shape: WanShape) -> Workload:
+    """`requested_workload` of a single forward. Raises ConfigError."""
+    batch, _, frames, height, width = request.x.shape
+    return Workload(
+        shape=shape,
+        grid=latent_grid(frames=frames, height=height, width=width),
+        steps=1,
+        guided=False,
+        batch=batch,
+        dtype=request.model.dtype,
+        text_tokens=(_text_tokens(request.text),) * 2,
+        text_batch=batch,
+    )
+
+
+def _text_tokens(text: TensorRef) -> int:
+    return text.shape[1] if len(text.shape) == 3 else 1  # another one is refused before the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
@@ -10,6 +10,7 @@ from workers.checkpoint.lora import Changes
 from workers.parallel.parallelize import ParallelModel
 
 from .offloaded import OffloadedWeights, weight_bytes
+from .prompts import EncodedPrompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class HeldModel:
     spec: ModelSpec
     loaded: ParallelModel
     changes: Changes
+    prompts: EncodedPrompts = field(default_factory=EncodedPrompts)
 
 
 class ModelSlot:
@@ -66,6 +68,7 @@ class ModelSlot:
     def offload(self) -> None:
         """Move the weights to host memory, if there are any on the device. Raises torch.OutOfMemoryError."""
         if self.held is not None and self._offloaded is None:
+            self.held.prompts.clear()
             self._offloaded = OffloadedWeights(self.held.loaded.model)
 
     def bring_back(self) -> None:

@@ -42,14 +42,14 @@ class PromptTensors:
 class ForwardInputs:
     """What every rank is given for the forwards of a latent [B, C, T, h, w], whole and on the CPU.
 
-    latent: any of the right shape. Without uncond there is no guidance. frame_mask [B, T] scales each latent frame's
-    timestep.
+    latent: any of the right shape. Without uncond there is no guidance. frame_factors [B, 1 or T] scale the timesteps
+    of all latent frames, or of each.
     """
 
     latent: Tensor
     cond: PromptTensors
     uncond: PromptTensors | None
-    frame_mask: Tensor | None = None
+    frame_factors: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +102,6 @@ def prepare_forward(
 ) -> RankInputs:
     """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError."""
     validate_latent(given.latent.shape, shape)
-    if given.frame_mask is not None and not shape.has_frame_times:
-        raise ConfigError(
-            "frames are given, but this model has one timestep for all of them; leave out the mask"
-        )
     batch, grid = given.latent.shape[0], grid_of(given.latent)
     validate_model(groups.degrees, shape)
     validate_grid(groups.degrees, grid, batch=batch)
@@ -127,7 +123,7 @@ def prepare_forward(
             if kind.channels
         }
         return PromptTensors(
-            text=own_samples(prompt.text, samples).to(device, copy=True),
+            text=own_samples(prompt.text, samples),
             conditions={name: part.to(device, copy=True) for name, part in own.items()},
         )
 
@@ -136,8 +132,12 @@ def prepare_forward(
         branches.append(own_prompt(given.uncond, "negative"))
     if len(branches) == groups.cfg.size == 2:
         branches = [branches[groups.cfg.rank]]
-    frame_mask = None if given.frame_mask is None else own_samples(given.frame_mask, samples)
-    row_factors, rows = frame_rows(frame_mask, batch=samples.size, frames=grid.frames)
+    factors = None if given.frame_factors is None else own_samples(given.frame_factors, samples)
+    row_factors, rows = frame_rows(factors, batch=samples.size, frames=grid.frames)
+    if len(set(rows)) > 1 and not shape.has_frame_times:
+        raise ConfigError(
+            "frames are given, but this model has one timestep for all of them; leave out the mask"
+        )
     return RankInputs(
         size=given.latent.shape,
         grid=grid,
@@ -203,8 +203,15 @@ def build_forward(model: WanModel, inputs: RankInputs, *, guidance: float | None
     guidance: the scale of classifier-free guidance, uncond + scale * (cond - uncond); None without a negative prompt.
     The cfg axis, at size 2, has the prompt on its rank 0 and the negative prompt on rank 1.
     """
-    text = tuple(model.encode_text(prompt.text, prompt.conditions) for prompt in inputs.branches)
+    text = tuple(encode_prompt(model, prompt, inputs.device) for prompt in inputs.branches)
     return Forward(model=model, inputs=inputs, text=text, guidance=guidance)
+
+
+def encode_prompt(
+    model: WanModel, prompt: PromptTensors, device: torch.device
+) -> tuple[TextKeysValues, ...]:
+    """The blocks' keys and values of this rank's part of a prompt. Collectives: those of the model's tp and fsdp."""
+    return model.encode_text(prompt.text.to(device), prompt.conditions)
 
 
 def micro_batches(
@@ -245,16 +252,17 @@ def own_samples(x: Tensor, samples: ShardRange) -> Tensor:
 
 
 def frame_rows(
-    frame_mask: Tensor | None, *, batch: int, frames: int
+    frame_factors: Tensor | None, *, batch: int, frames: int
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Distinct timestep factors [B, R] float32 and the row of each frame.
 
-    frame_mask [B, T]: 1 where a frame is generated, 0 where it is given, between where it is partly given.
+    frame_factors [B, 1 or T]: 1 where a frame is generated, 0 where it is given, between where it is partly given; or
+    whole timesteps.
     """
-    if frame_mask is None:
-        return torch.ones(batch, 1), (0,) * frames
-    factors, rows = torch.unique(frame_mask, dim=1, return_inverse=True)
-    return factors, tuple(rows.tolist())
+    if frame_factors is None:
+        frame_factors = torch.ones(batch, 1)
+    factors, rows = torch.unique(frame_factors, dim=1, return_inverse=True)
+    return factors, tuple(rows.expand(frames).tolist())
 
 
 def validate_latent(size: Sequence[int], shape: WanShape) -> None:

@@ -1,0 +1,159 @@
+"""A MODEL whose transformer is elsewhere: ComfyUI's own samplers, guiders and LoRA loaders take it for any other.
+
+ComfyUI keeps what it does around a transformer: sigmas, timesteps by frame, image channels, guidance, batches of
+prompts. In its place stands a module without weights, which passes on what it is called with. It names parameters
+as if it had them, so that ComfyUI knows which keys of a LoRA file mean what.
+Source: ComfyUI 0.3.75, comfy/model_base.py, comfy/model_patcher.py, comfy/ldm/wan/model.py. Behaviour only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.supported_models
+import torch
+from torch import Tensor, nn
+
+from ..ipc.errors import ConfigError
+from ..mesh.parameters import expected_parameters
+from ..mesh.shape import PATCH_SIZE, WanShape
+from ..mesh.vae_shape import TI2V_CHANNELS
+
+NOT_CARRIED = ("patches", "patches_replace", "optimized_attention_override", "rope_options")
+"""What nodes of other packs put into the options of a call to change the inside of a transformer."""
+
+
+class Predict(Protocol):
+    """Predicts for a run of a sampler.
+
+    x [B, in_dim, T, h, w], timesteps [B] or [B, T], text [B, S, text_dim] -> velocity [B, C, T, h, w]; all float32.
+    """
+
+    def __call__(self, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor: ...
+
+
+class RemoteTransformer(nn.Module):
+    """Stands where ComfyUI expects Wan's transformer. open_run: called before a sampler's first step."""
+
+    def __init__(self, shape: WanShape, open_run: Callable[[], Predict]) -> None:
+        super().__init__()
+        self.dtype = torch.float32
+        self.patch_size = PATCH_SIZE
+        # Outside of the module's parameters: what counts, moves or casts these finds none.
+        self.patch_embedding = SimpleNamespace(weight=_hollow(shape)["patch_embedding.weight"])
+        self._hollow = _hollow(shape)
+        self._open_run = open_run
+        self._predict: Predict | None = None
+
+    def open_run(self) -> None:
+        """The model's files may be others from now on."""
+        self._predict = self._open_run()
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        clip_fea: Tensor | None = None,
+        time_dim_concat: Tensor | None = None,
+        transformer_options: Mapping[str, Any] = {},  # noqa: B006 - read only; ComfyUI passes it by place
+        **others: Any,
+    ) -> Tensor:
+        wrappers = comfy.patcher_extension.get_all_wrappers(
+            comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, transformer_options
+        )
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(
+            self._forward, self, wrappers
+        )
+        out: Tensor = executor.execute(
+            x, timestep, context, clip_fea, time_dim_concat, transformer_options, **others
+        )
+        return out
+
+    def _forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor,
+        clip_fea: Tensor | None = None,
+        time_dim_concat: Tensor | None = None,
+        transformer_options: Mapping[str, Any] = {},  # noqa: B006
+        *,
+        control: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """Like ComfyUI's own Wan it leaves out what the model has no use for, such as clip_fea."""
+        refused = [name for name in NOT_CARRIED if transformer_options.get(name)]
+        if control is not None:
+            refused.append("a ControlNet")
+        if time_dim_concat is not None:
+            refused.append("time_dim_concat")
+        if refused:
+            raise ConfigError(
+                f"the MODEL of Wan Dist was given {', '.join(refused)}, which needs the transformer in ComfyUI's own "
+                "process; leave out the node that applies it, or load the model with a stock loader"
+            )
+        if self._predict is None:
+            self.open_run()
+        assert self._predict is not None
+        return self._predict(x, timestep, context).to(x.device)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._hollow.items():
+            destination[prefix + name] = tensor
+
+
+class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
+    """Has nothing to move or to patch. What is put on it reaches the ranks when a sampler begins."""
+
+    def pre_run(self, *arguments: Any, **options: Any) -> None:
+        super().pre_run(*arguments, **options)
+        self.model.diffusion_model.open_run()
+
+
+def build_model(shape: WanShape, open_run: Callable[[], Predict]) -> RemotePatcher:
+    """A MODEL of a transformer's shape."""
+    config = _model_config(shape)
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model({}, "")
+    model.diffusion_model = RemoteTransformer(shape, open_run)
+    # What ComfyUI makes room for, or splits batches by.
+    model.memory_usage_factor = 0.0
+    return RemotePatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=torch.device("cpu"),
+        size=1,  # 0 would have it counted
+    )
+
+
+def _model_config(shape: WanShape) -> Any:
+    supported = comfy.supported_models
+    kind = supported.WAN21_I2V if shape.image_dim else supported.WAN21_T2V
+    if shape.out_dim == TI2V_CHANNELS:
+        kind = supported.WAN22_T2V
+    return kind(
+        {
+            **kind.unet_config,
+            "in_dim": shape.in_dim,
+            "out_dim": shape.out_dim,
+            "dim": shape.dim,
+            "ffn_dim": shape.ffn_dim,
+            "num_heads": shape.num_heads,
+            "num_layers": shape.num_layers,
+            "patch_size": PATCH_SIZE,
+            "disable_unet_model_creation": True,
+        }
+    )
+
+
+def _hollow(shape: WanShape) -> dict[str, Tensor]:
+    """The model's parameters by name, without memory."""
+    return {
+        name: torch.empty(size, device="meta") for name, size in expected_parameters(shape).items()
+    }
