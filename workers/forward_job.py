@@ -72,7 +72,7 @@ def prepare_request(
     if request.timesteps.shape not in ((batch, 1), (batch, frames)):
         raise ConfigError(
             f"the timesteps have shape {list(request.timesteps.shape)}; this latent needs {[batch, 1]} or "
-            f"{[batch, frames]}"
+            f"{[batch, frames]}. Context windows may not go together with given frames: leave out one of them"
         )
     if len(request.prompts) != batch or request.text.shape[:1] != (batch,):
         raise ConfigError(

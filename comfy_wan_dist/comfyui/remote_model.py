@@ -23,6 +23,7 @@ from ..ipc.errors import ConfigError
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import PATCH_SIZE, WanShape
 from ..mesh.vae_shape import TI2V_CHANNELS
+from .patches import PREFIX, CarriedPatches, read_patches
 
 NOT_CARRIED = ("patches", "patches_replace", "optimized_attention_override", "rope_options")
 """What nodes of other packs put into the options of a call to change the inside of a transformer."""
@@ -36,11 +37,19 @@ class Predict(Protocol):
 
     def __call__(self, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor: ...
 
+    def close(self) -> None:
+        """The sampler has ended, maybe by an error."""
+        ...
+
+
+OpenRun = Callable[[CarriedPatches], Predict]
+"""Called before a sampler's first step, with what is to be merged into the model's weights."""
+
 
 class RemoteTransformer(nn.Module):
-    """Stands where ComfyUI expects Wan's transformer. open_run: called before a sampler's first step."""
+    """Stands where ComfyUI expects Wan's transformer."""
 
-    def __init__(self, shape: WanShape, open_run: Callable[[], Predict]) -> None:
+    def __init__(self, shape: WanShape, open_run: OpenRun) -> None:
         super().__init__()
         self.dtype = torch.float32
         self.patch_size = PATCH_SIZE
@@ -50,9 +59,15 @@ class RemoteTransformer(nn.Module):
         self._open_run = open_run
         self._predict: Predict | None = None
 
-    def open_run(self) -> None:
-        """The model's files may be others from now on."""
-        self._predict = self._open_run()
+    def begin(self, changes: CarriedPatches) -> None:
+        """A sampler begins."""
+        self._predict = self._open_run(changes)
+
+    def end(self) -> None:
+        """It has ended, or never begun."""
+        if self._predict is not None:
+            self._predict.close()
+        self._predict = None
 
     def forward(
         self,
@@ -99,8 +114,10 @@ class RemoteTransformer(nn.Module):
                 "process; leave out the node that applies it, or load the model with a stock loader"
             )
         if self._predict is None:
-            self.open_run()
-        assert self._predict is not None
+            raise ConfigError(
+                "the MODEL of Wan Dist was called outside of a sampler's run; use KSampler, SamplerCustomAdvanced or "
+                "another node that runs one"
+            )
         return self._predict(x, timestep, context).to(x.device)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -113,10 +130,30 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     def pre_run(self, *arguments: Any, **options: Any) -> None:
         super().pre_run(*arguments, **options)
-        self.model.diffusion_model.open_run()
+        refused = [key for key in self.object_patches if key.startswith(PREFIX)]
+        refused += [*self.weight_wrapper_patches, *self.injections]
+        if refused:
+            raise ConfigError(
+                f"the MODEL of Wan Dist was given {', '.join(refused)}, which replaces a part of the transformer in "
+                "ComfyUI's own process, where there is none; leave out the node that does it, or load the model with a "
+                "stock loader"
+            )
+        self.model.diffusion_model.begin(read_patches(self))
+
+    def cleanup(self) -> None:
+        self.model.diffusion_model.end()
+        super().cleanup()
+
+    def patch_hooks(self, hooks: Any) -> None:
+        if hooks is not None and self.get_combined_hook_patches(hooks=hooks):
+            raise ConfigError(
+                "a conditioning carries hooks that change the model's weights on the way, which the MODEL of Wan Dist "
+                "does not apply; leave out the hooks, or load the model with a stock loader"
+            )
+        super().patch_hooks(hooks=hooks)
 
 
-def build_model(shape: WanShape, open_run: Callable[[], Predict]) -> RemotePatcher:
+def build_model(shape: WanShape, open_run: OpenRun) -> RemotePatcher:
     """A MODEL of a transformer's shape."""
     config = _model_config(shape)
     config.set_inference_dtype(torch.float32, None)

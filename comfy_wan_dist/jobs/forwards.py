@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import hashlib
-from collections.abc import Coroutine
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,17 +19,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..comfyui.patches import CarriedPatches
 from ..group.queue import Piece
+from ..ipc.errors import ConfigError
 from ..ipc.messages import COND, Condition, ForwardRequest, TensorRef
 from ..ipc.shared import KeptTensor, split_ref
 from ..mesh.choice import choose_job_mesh, piece_sizes
 from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.workload import forward_workload
+from ..model_file.memory_file import MemoryFile, write_memory_file
 from .handle import ModelHandle, ResolvedModel
 from .session import Session, keep_tensor, open_session, planes_for, resolve
 
 T = TypeVar("T")
+logger = logging.getLogger("comfy_wan_dist")
 MOST_TEXTS = 4
 """In turn are at most the prompt and the negative prompt, where they differ in length, of two samplers."""
 
@@ -62,33 +68,78 @@ class SentTexts:
 
 
 class SamplerRun:
-    """The forwards of one run of a sampler, on a model that was checked at its beginning."""
+    """The forwards of one run of a sampler, on a model that was checked at its beginning.
 
-    def __init__(self, model: ResolvedModel) -> None:
+    loras: files in memory that the model names; they are there as long as this is.
+    """
+
+    def __init__(
+        self, model: ResolvedModel, texts: SentTexts, loras: Sequence[MemoryFile] = ()
+    ) -> None:
         self._model = model
-        self._texts = SentTexts()
+        self._texts = texts
+        self._loras = loras
+        self._meshes: Counter[str] = Counter()
+        self._seconds = 0.0
 
     def __call__(self, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
         """The velocity [B, C, T, h, w] on the CPU of x [B, C + D, T, h, w] with D channels of conditions.
 
         timesteps [B] or [B, T]; text [B, S, text_dim]; all float32. Raises what the ranks raise.
         """
-        times = timesteps.reshape(x.shape[0], -1)
-        return _beside(_predict(self._model, x, times, self._texts.find(text)))
+        sent = self._texts.find(text)
+        return _beside(self._predict(x, timesteps.reshape(x.shape[0], -1), sent))
+
+    def close(self) -> None:
+        meshes = " and ".join(f"{count} on mesh {mesh}" for mesh, count in self._meshes.items())
+        logger.info(
+            "[wan-dist] a sampler's forwards: %s; %.2f s in the ranks",
+            meshes or "none",
+            self._seconds,
+        )
+
+    async def _predict(self, x: Tensor, timesteps: Tensor, text: SentText) -> Tensor:
+        model = self._model
+        planes = planes_for(model)
+        async with open_session(planes) as session:
+            result = session.reserve((x.shape[0], model.shape.out_dim, *x.shape[2:]))
+            requests = _build_requests(session, model, x, timesteps, text, result)
+            pieces = [_build_piece(request, model, planes[0].degrees) for request in requests]
+            outcomes = await session.run([piece for piece, _ in pieces])
+            self._meshes.update(str(mesh) for _, mesh in pieces)
+            self._seconds += max(answer.seconds for each in outcomes for answer in each.answers)
+            return session.tensor(result)
 
 
-def open_run(handle: ModelHandle) -> SamplerRun:
-    """Check the handle's files anew. Raises ModelFileError, MeshError, ConfigError."""
-    return SamplerRun(resolve(handle))
+class SamplerRuns:
+    """Opens the runs of samplers on one MODEL, and keeps from one to the next what they have sent."""
 
+    def __init__(self, handle: ModelHandle) -> None:
+        self._handle = handle
+        self._texts = SentTexts()
+        self._changes: object = None
+        self._loras: tuple[MemoryFile, ...] = ()
 
-async def _predict(model: ResolvedModel, x: Tensor, timesteps: Tensor, text: SentText) -> Tensor:
-    planes = planes_for(model)
-    async with open_session(planes) as session:
-        result = session.reserve((x.shape[0], model.shape.out_dim, *x.shape[2:]))
-        requests = _build_requests(session, model, x, timesteps, text, result)
-        await session.run([_build_piece(each, model, planes[0].degrees) for each in requests])
-        return session.tensor(result)
+    def __call__(self, changes: CarriedPatches) -> SamplerRun:
+        """Check the handle's files anew, with `changes` as LoRAs behind its own.
+
+        Raises ModelFileError, MeshError, ConfigError.
+        """
+        if changes.files and self._handle.machines > 1:
+            raise ConfigError(
+                "LoRAs of ComfyUI's own loaders reach the ranks of one machine only; use Wan Dist LoRA, with its file "
+                "on each machine"
+            )
+        if changes.key != self._changes:
+            self._loras = tuple(write_memory_file(each.tensors) for each in changes.files)
+            self._changes = changes.key
+        handle = self._handle
+        for lora, file in zip(self._loras, changes.files, strict=True):
+            handle = handle.with_lora(lora.path, file.strength)
+        model = resolve(handle)
+        for line in model.lora_lines[len(self._handle.loras) :]:
+            logger.info("[wan-dist] LoRA %s", line)
+        return SamplerRun(model, self._texts, self._loras)
 
 
 def _build_requests(
@@ -99,7 +150,7 @@ def _build_requests(
     text: SentText,
     result: TensorRef,
 ) -> list[ForwardRequest]:
-    """One for each piece of the batch. result: for all of it."""
+    """One for each piece of the batch, for whatever mesh. result: of the whole batch."""
     sizes = piece_sizes(model.degrees, batch=x.shape[0])
     kinds = [kind for kind in model.shape.conditions if kind.channels and kind.on_tokens]
     parts = x.split([model.shape.out_dim, *(kind.channels for kind in kinds)], dim=1)
@@ -112,7 +163,7 @@ def _build_requests(
         ForwardRequest(
             id=f"{session.id}-{index}",
             model=model.spec,
-            mesh="",
+            mesh=str(MeshDegrees()),
             x=own_x[index],
             timesteps=own_times[index],
             text=own_text[index],
@@ -127,15 +178,18 @@ def _build_requests(
     ]
 
 
-def _build_piece(request: ForwardRequest, model: ResolvedModel, plane: MeshDegrees) -> Piece:
-    """The request on the mesh of the plane that suits it best."""
+def _build_piece(
+    request: ForwardRequest, model: ResolvedModel, plane: MeshDegrees
+) -> tuple[Piece, MeshDegrees]:
+    """The request on the mesh of the plane that suits it best, and that mesh."""
     job = forward_workload(request, model.shape)
     mesh = choose_job_mesh(plane, job, is_auto=model.is_auto, device_memory=model.device_memory)
-    return Piece(
+    piece = Piece(
         request=replace(request, mesh=str(mesh)),
         cost=rank_flops(job, MeshDegrees(), 0).job(job.steps),
         is_one_of_many=True,
     )
+    return piece, mesh
 
 
 def _beside(work: Coroutine[Any, Any, T]) -> T:

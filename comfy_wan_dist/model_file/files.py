@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
+from .memory_file import is_memory_file
 from .names import listed, shown
 
 SUFFIXES = (".safetensors", ".sft")
@@ -46,6 +47,8 @@ def files_of(path: Path, *, component: str) -> tuple[Path, list[Path]]:
     if path.suffix == GGUF_SUFFIX:
         parts = _parts_of(path)
         return parts[0], parts
+    if is_memory_file(path):
+        return path, [path]
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")
     index = index_of(path)

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..comfyui.remote_model import build_model
 from ..jobs import session
-from ..jobs.forwards import open_run
+from ..jobs.forwards import SamplerRuns
 from ..jobs.handle import ModelHandle
 from .inputs import CATEGORY, WanDistModel
 
@@ -31,4 +31,4 @@ class Model(io.ComfyNode):
     @classmethod
     def execute(cls, model: ModelHandle) -> io.NodeOutput:
         resolved = session.resolve(model)
-        return io.NodeOutput(build_model(resolved.shape, lambda: open_run(model)))
+        return io.NodeOutput(build_model(resolved.shape, SamplerRuns(model)))

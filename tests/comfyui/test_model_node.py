@@ -1,30 +1,59 @@
-"""ComfyUI's own samplers on a MODEL whose forwards run in a group, against the same samplers on the native MODEL."""
+"""ComfyUI's own samplers on a MODEL whose forwards run in a group, beside the same on the native MODEL, in one server.
+
+Every graph has both, which differ in their loaders only.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import graphs
 import pytest
-from comfy_kit import latent_of, succeed
-from graphs import MODEL, MODELS, Graph, image_to_video, node, save_latent
+import torch
+from comfy_kit import error_of, group_of, latent_of, succeed
+from graphs import LORAS, MODEL, MODELS, Graph, image_to_video, node, save_latent
+from safetensors.torch import save_file
+from torch import Tensor
 
+from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from devtools.checkpoints import write_transformer
-from devtools.comfy_server import ComfyServer
-from devtools.mesh_runs import relative_error
+from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.comfy_server import ComfyServer, PromptResult
+from devtools.loras import mixed_lora, plain_lora, spelled
+from devtools.mesh_runs import mesh_degrees, relative_error
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
 
 T2V = WanShape(dim=256, ffn_dim=512, num_layers=2, in_dim=16, out_dim=16)
-SHAPES = {"model_t2v.safetensors": T2V, "model_i2v.safetensors": replace(T2V, in_dim=36)}
-LIMIT = 1e-4
+SHAPES = {
+    "model_t2v.safetensors": T2V,
+    "model_low_noise.safetensors": T2V,
+    "model_i2v.safetensors": replace(T2V, in_dim=36),
+}
+T2V_FILE, LOW_NOISE_FILE, I2V_FILE = SHAPES
+LIMIT, LORA_LIMIT = 1e-4, 1e-3
 SAMPLERS = (
     *("euler", "euler_ancestral", "heun", "dpm_2", "lms", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde"),
     *("ddpm", "lcm", "uni_pc", "res_multistep", "er_sde", "deis"),
 )
+LORA_SHAPES = expected_parameters(TINY_TRANSFORMER)
+# ComfyUI leaves out a modulation's difference; the pack's MODEL merges it, as Wan Dist LoRA does.
+LORA_FILES = {
+    "stock_mixed.safetensors": spelled(
+        {
+            name: tensors
+            for name, tensors in mixed_lora(LORA_SHAPES, seed=5).items()
+            if not name.endswith("modulation")
+        },
+        "comfyui",
+    ),
+    "stock_plain.safetensors": spelled(plain_lora(LORA_SHAPES, seed=6), "kohya"),
+}
+OWN, STOCK = "own", "stock"
 
 
 @pytest.fixture(scope="module")
@@ -33,53 +62,364 @@ def server(comfy: ComfyServer) -> ComfyServer:
     for seed, (name, shape) in enumerate(SHAPES.items()):
         if not (comfy.base / MODELS / name).exists():
             write_transformer(comfy.base / MODELS / name, shape, seed=seed)
+    for name, tensors in LORA_FILES.items():
+        save_file(tensors, comfy.base / LORAS / name)
     return comfy
 
 
-def both_models(**options: Any) -> Graph:
-    """The native MODEL ("stock") and ours ("own"), two prompts, a latent."""
-    graph = image_to_video(**options)
+def both_models(*, mesh: str = "cfg2-ulysses2", model: str = MODEL, **options: Any) -> Graph:
+    """The native MODEL ("stock") and ours ("own"), two prompts, a latent with a first frame."""
+    devices = f"cpu:{mesh_degrees(mesh).world_size}"
+    graph = image_to_video(mesh=mesh, devices=devices, model=model, **options)
     for name in ("sampler", "decode", "preview"):
         del graph[name]
-    stock = node("UNETLoader", unet_name=options.get("model", MODEL), weight_dtype="default")
-    return {**graph, "stock": stock, "own": node("WanDistModel", model=["model", 0])}
+    graph[STOCK] = node("UNETLoader", unet_name=model, weight_dtype="default")
+    graph[OWN] = node("WanDistModel", model=["model", 0])
+    if model != MODEL:
+        del graph["latent"]
+        del graph["image"]
+        size = {"width": 96, "height": 64, "length": 9, "batch_size": 1}
+        graph["latent"] = node("EmptyHunyuanLatentVideo", **size)
+    return graph
 
 
-def add_both(graph: Graph, name: str, **inputs: Any) -> None:
-    """A KSampler behind each model, and what saves its results."""
+def repeated(graph: Graph, batch: int) -> Graph:
+    """The graph with a batch of latents."""
+    graph["one latent"] = graph["latent"]
+    graph["latent"] = node("RepeatLatentBatch", samples=["one latent", 0], amount=batch)
+    return graph
+
+
+def behind(graph: Graph, kind: str, **inputs: Any) -> None:
+    """Put a node that changes a MODEL behind both."""
+    for name in (OWN, STOCK):
+        inner = f"{name} before {kind} {len(graph)}"
+        graph[inner] = graph[name]
+        graph[name] = node(kind, model=[inner, 0], **inputs)
+
+
+def add_both(graph: Graph, name: str, kind: str = "KSampler", **inputs: Any) -> None:
+    """A sampler behind each model, and what saves its results."""
+    seed = "noise_seed" if kind == "KSamplerAdvanced" else "seed"
     inputs = {
-        "seed": 5,
+        seed: 5,
         "steps": 3,
         "cfg": 5.0,
         "sampler_name": "euler",
         "scheduler": "simple",
-        "denoise": 1.0,
         "positive": ["positive", 0],
         "negative": ["negative", 0],
         "latent_image": ["latent", 0],
+        **({} if kind == "KSamplerAdvanced" else {"denoise": 1.0}),
         **inputs,
     }
-    for model in ("stock", "own"):
-        graph[f"{name} {model}"] = node("KSampler", model=[model, 0], **inputs)
+    for model in (OWN, STOCK):
+        own = {
+            key: [value[0].format(model), 0] if isinstance(value, list) else value
+            for key, value in inputs.items()
+        }
+        graph[f"{name} {model}"] = node(kind, model=[model, 0], **own)
         graph[f"{name} {model} saved"] = save_latent(f"{name} {model}")
+
+
+def errors(server: ComfyServer, graph: Graph) -> dict[str, float]:
+    """By name what `add_both` added, how far the results are from each other."""
+    result = succeed(server, graph)
+    names = [name.removesuffix(" own saved") for name in graph if name.endswith(" own saved")]
+    assert names
+    return {
+        name: relative_error(*(saved(server, result, name, model) for model in (OWN, STOCK)))
+        for name in names
+    }
+
+
+def saved(server: ComfyServer, result: PromptResult, name: str, model: str) -> Tensor:
+    return latent_of(server, result, f"{name} {model} saved")
+
+
+def assert_equal(server: ComfyServer, graph: Graph, limit: float = LIMIT) -> None:
+    found = errors(server, graph)
+    assert all(error <= limit for error in found.values()), found
+
+
+def runs_of(log: str) -> list[str]:
+    """What the log says of the forwards of each sampler."""
+    return re.findall(r"a sampler's forwards: (.*); [0-9.]+ s in the ranks", log)
 
 
 @pytest.mark.parametrize("mesh", ["cfg2-ulysses2", "tp2"])
 def test_stock_samplers_give_what_they_give_on_the_native_model(
-    server: ComfyServer, mesh: str
+    server: ComfyServer, mesh: str, seed: int
 ) -> None:
-    ranks = 4 if mesh == "cfg2-ulysses2" else 2
-    graph = both_models(mesh=mesh, devices=f"cpu:{ranks}")
+    graph = both_models(mesh=mesh)
     for sampler in SAMPLERS:
-        add_both(graph, sampler, sampler_name=sampler)
-    run = succeed(server, graph)
-    for sampler in SAMPLERS:
-        own, stock = (
-            latent_of(server, run, f"{sampler} {model} saved") for model in ("own", "stock")
+        add_both(graph, sampler, sampler_name=sampler, seed=seed)
+    for scheduler in ("beta", "normal"):
+        add_both(graph, scheduler, scheduler=scheduler, seed=seed)
+    assert_equal(server, graph)
+
+
+@pytest.mark.parametrize("mesh", ["cfg2-ulysses2", "tp2"])
+def test_without_guidance_and_without_a_first_frame(
+    server: ComfyServer, mesh: str, seed: int
+) -> None:
+    graph = repeated(both_models(mesh=mesh, has_image=False), 3)
+    for sampler in ("euler", "lcm", "uni_pc", "dpmpp_2m_sde"):
+        for cfg in (1.0, 5.0):
+            add_both(graph, f"{sampler} {cfg}", sampler_name=sampler, cfg=cfg, seed=seed)
+    assert_equal(server, graph)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cfg", "batch", "expected"),
+    [
+        ("cfg2-ulysses2", 5.0, 1, "3 on mesh dp2-ulysses2"),
+        ("cfg2-ulysses2", 1.0, 1, "3 on mesh ulysses4"),
+        ("cfg2-ulysses2", 1.0, 3, "3 on mesh ulysses4"),
+        ("tp2", 5.0, 1, "3 on mesh tp2"),
+        ("dp2", 5.0, 1, "6 on mesh single"),
+        ("auto", 5.0, 2, "3 on mesh dp4"),
+    ],
+)
+def test_each_call_is_laid_on_the_mesh_that_suits_its_batch(
+    server: ComfyServer, mesh: str, cfg: float, batch: int, expected: str, seed: int
+) -> None:
+    graph = repeated(both_models(mesh="cfg2-ulysses2"), batch)
+    graph["model"]["inputs"]["mesh"] = mesh
+    if mesh != "auto":
+        graph["model"]["inputs"]["devices"] = f"cpu:{mesh_degrees(mesh).world_size}"
+    add_both(graph, "run", cfg=cfg, seed=seed)
+    log = len(server.log)
+    assert_equal(server, graph)
+    assert runs_of(server.log[log:]) == [expected]
+
+
+def test_prompts_of_different_length_are_called_one_by_one(server: ComfyServer, seed: int) -> None:
+    graph = both_models()
+    graph["negative"] = node(
+        "ConditioningSetTimestepRange", conditioning=["longer", 0], start=0.0, end=0.9
+    )
+    graph["longer"] = node("WanDistLoadConditioning", file=f"{graphs.NEGATIVE} [input]")
+    add_both(graph, "run", seed=seed)
+    assert_equal(server, graph)
+
+
+def test_models_of_16_channels(server: ComfyServer, seed: int) -> None:
+    for model, shift in ((T2V_FILE, 5.0), (I2V_FILE, 8.0)):
+        graph = both_models(model=model)
+        if model == I2V_FILE:
+            graph["image"] = node("LoadImage", image=graphs.IMAGE)
+            graph["vae"] = node("VAELoader", vae_name=graphs.VAE)
+        behind(graph, "ModelSamplingSD3", shift=shift)
+        for sampler in ("euler", "dpmpp_2m_sde"):
+            add_both(graph, f"{model} {sampler}", sampler_name=sampler, seed=seed)
+        assert_equal(server, graph)
+
+
+CHANGES: dict[str, Callable[[Graph], None]] = {
+    "ModelSamplingSD3": lambda graph: behind(graph, "ModelSamplingSD3", shift=3.0),
+    "CFGZeroStar": lambda graph: behind(graph, "CFGZeroStar"),
+    "RescaleCFG": lambda graph: behind(graph, "RescaleCFG", multiplier=0.7),
+    "context windows": lambda graph: behind(
+        graph,
+        "WanContextWindowsManual",
+        context_length=9,
+        context_overlap=4,
+        context_schedule="standard_static",
+        context_stride=1,
+        closed_loop=False,
+        fuse_method="pyramid",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_lives_outside_the_transformer_works_as_it_does(
+    server: ComfyServer, change: str, seed: int
+) -> None:
+    # Context windows do not cut a mask, so that frames would have each other's timesteps.
+    has_image = change != "context windows"
+    plain, graph = (both_models(length=17, has_image=has_image) for _ in range(2))
+    add_both(plain, "run", seed=seed)
+    CHANGES[change](graph)
+    add_both(graph, "run", seed=seed)
+    assert_equal(server, graph)
+    changed, before = (saved(server, succeed(server, each), "run", OWN) for each in (graph, plain))
+    assert relative_error(changed, before) > 10 * LIMIT
+
+
+@pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
+def test_caches_skip_the_steps_that_they_skip_on_the_native_model(
+    server: ComfyServer, kind: str, seed: int
+) -> None:
+    graph = both_models()
+    behind(graph, kind, reuse_threshold=0.6, start_percent=0.1, end_percent=0.95, verbose=True)
+    add_both(graph, "run", steps=8, seed=seed)
+    log = len(server.log)
+    assert_equal(server, graph)
+    skipped = re.findall(rf"{kind} - skipped (\d+/\d+) steps", server.log[log:])
+    assert len(skipped) == 2
+    assert skipped[0] == skipped[1]
+    (run,) = runs_of(server.log[log:])
+    count, steps = map(int, skipped[0].split("/"))
+    assert 0 < count < steps == 8
+    assert run == f"{steps - count} on mesh dp2-ulysses2"
+
+
+def test_custom_samplers_with_split_sigmas(server: ComfyServer, seed: int) -> None:
+    # ComfyUI ends a stage by dividing all by 1 - sigma, given frames too, so that these differ in the next.
+    graph = both_models(has_image=False)
+    graph |= {
+        "noise": node("RandomNoise", noise_seed=seed),
+        "no noise": node("DisableNoise"),
+        "solver": node("KSamplerSelect", sampler_name="euler"),
+    }
+    for name in (OWN, STOCK):
+        graph[f"guider {name}"] = node(
+            "CFGGuider",
+            model=[name, 0],
+            positive=["positive", 0],
+            negative=["negative", 0],
+            cfg=4.0,
         )
-        print(sampler, relative_error(own, stock))
-    for sampler in SAMPLERS:
-        own, stock = (
-            latent_of(server, run, f"{sampler} {model} saved") for model in ("own", "stock")
+        graph[f"sigmas {name}"] = node(
+            "BasicScheduler", model=[name, 0], scheduler="simple", steps=4, denoise=1.0
         )
-        assert relative_error(own, stock) <= LIMIT, sampler
+        graph[f"split {name}"] = node("SplitSigmas", sigmas=[f"sigmas {name}", 0], step=2)
+        for run, noise, sigmas, latent in (
+            ("whole", "noise", [f"sigmas {name}", 0], ["latent", 0]),
+            ("first", "noise", [f"split {name}", 0], ["latent", 0]),
+            ("second", "no noise", [f"split {name}", 1], [f"first {name}", 0]),
+        ):
+            graph[f"{run} {name}"] = node(
+                "SamplerCustomAdvanced",
+                noise=[noise, 0],
+                guider=[f"guider {name}", 0],
+                sampler=["solver", 0],
+                sigmas=sigmas,
+                latent_image=latent,
+            )
+            graph[f"{run} {name} saved"] = save_latent(f"{run} {name}")
+    assert_equal(server, graph)
+    result = succeed(server, graph)
+    whole, second = (saved(server, result, run, OWN) for run in ("whole", "second"))
+    assert relative_error(second, whole) <= LIMIT
+
+
+def test_two_stages_of_two_experts_with_leftover_noise(server: ComfyServer, seed: int) -> None:
+    """As in ComfyUI's template for A14B."""
+    graph = both_models(model=T2V_FILE)
+    low = both_models(model=LOW_NOISE_FILE)
+    graph |= {f"low {name}": low[name] for name in ("model", OWN, STOCK)}
+    graph["low own"]["inputs"]["model"] = ["low model", 0]
+    stages = {
+        "first": dict(
+            add_noise="enable", start_at_step=0, end_at_step=2, return_with_leftover_noise="enable"
+        ),
+        "second": dict(
+            add_noise="disable",
+            start_at_step=2,
+            end_at_step=10000,
+            return_with_leftover_noise="disable",
+        ),
+    }
+    for stage, options in stages.items():
+        latent = ["latent", 0] if stage == "first" else ["first {}", 0]
+        add_both(
+            graph,
+            stage,
+            "KSamplerAdvanced",
+            steps=4,
+            noise_seed=seed,
+            latent_image=latent,
+            **options,
+        )
+    for name in (OWN, STOCK):
+        graph[f"second {name}"]["inputs"]["model"] = [f"low {name}", 0]
+    assert_equal(server, graph)
+
+
+# ---- LoRAs of ComfyUI's own loader
+
+
+def with_loras(graph: Graph, chain: Sequence[tuple[str, float]]) -> Graph:
+    for name, strength in chain:
+        behind(graph, "LoraLoaderModelOnly", lora_name=name, strength_model=strength)
+    return graph
+
+
+def test_stock_loras_are_merged_changed_and_taken_off_without_a_reload(
+    server: ComfyServer, seed: int
+) -> None:
+    mixed, plain = LORA_FILES
+    size = (server.base / MODELS / MODEL).stat().st_size
+    results: list[Tensor] = []
+    group = None
+    chains: tuple[list[tuple[str, float]], ...] = (
+        [],
+        [(mixed, 0.8), (plain, -0.4)],
+        [(mixed, 0.8), (plain, 0.7)],
+        [(plain, 0.7)],
+        [],
+    )
+    for chain in chains:
+        graph = with_loras(both_models(mesh="tp2"), chain)
+        add_both(graph, "run", seed=seed + len(results))
+        add_both(graph, "same seed", seed=seed)
+        log = len(server.log)
+        result = succeed(server, graph)
+        for name in ("run", "same seed"):
+            own, stock = (saved(server, result, name, model) for model in (OWN, STOCK))
+            assert relative_error(own, stock) <= LORA_LIMIT, (chain, name)
+        results.append(saved(server, result, "same seed", OWN))
+        if group is not None:
+            assert group_of(server) == group
+            read = re.findall(r"(\d+) bytes read from disk", server.log[log:])
+            assert len(read) == 1  # of all forwards, the first one's
+            assert 0 < int(read[0]) < 2 * 0.7 * size
+        group = group_of(server)
+    assert torch.equal(results[0], results[-1])
+    for one, other in zip(results[:-1], results[1:], strict=True):
+        assert relative_error(one, other) > 10 * LORA_LIMIT
+
+
+# ---- what would need the transformer in ComfyUI's process
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "words"),
+    [
+        (
+            "SkipLayerGuidanceDiT",
+            dict(
+                double_layers="0",
+                single_layers="",
+                scale=3.0,
+                start_percent=0.0,
+                end_percent=1.0,
+                rescaling_scale=0.0,
+            ),
+            "patches_replace",
+        ),
+        (
+            "ScaleROPE",
+            dict(scale_x=1.5, shift_x=0.0, scale_y=1.0, shift_y=0.0, scale_t=1.0, shift_t=0.0),
+            "rope_options",
+        ),
+    ],
+)
+def test_what_changes_the_transformer_inside_is_refused_by_name(
+    server: ComfyServer, kind: str, inputs: dict[str, Any], words: str, seed: int
+) -> None:
+    graph = both_models()
+    behind(graph, kind, **inputs)
+    add_both(graph, "run", seed=seed)
+    for name in [name for name in graph if STOCK in name]:
+        del graph[name]
+    error = error_of(server.run(graph)).data
+    assert error["node_type"] == "KSampler"
+    assert f"the MODEL of Wan Dist was given {words}" in error["exception_message"]
+    # The model goes on.
+    graph = both_models()
+    add_both(graph, "run", seed=seed)
+    assert_equal(server, graph)
