@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
-from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.ipc.messages import COND, ForwardRequest, TensorRef
+from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
+from comfy_wan_dist.ipc.messages import COND, ForwardRequest
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, forward_workload
 
-from .job import Job, stop_if_asked, together
+from .job import Job, together
+from .model.tokens import unpatchify_into
 from .parallel.groups import MeshGroups
 from .resident.transformers import WantedModels
 from .sampling.forward import (
@@ -21,6 +19,7 @@ from .sampling.forward import (
     PromptTensors,
     RankInputs,
     encode_prompt,
+    own_tokens,
     prepare_forward,
     validate_latent,
 )
@@ -28,9 +27,12 @@ from .transformer_job import TransformerWork, groups_for, read_conditions
 
 
 def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
-    """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the forward."""
+    """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the forward.
+
+    A sampler asks for hundreds, so there are no more votes than it takes: of the model, of what is given, of the end.
+    """
     transformers, device = work.transformers, work.device
-    groups = groups_for(request, work.plane, job)
+    groups = groups_for(request, work.plane)
 
     def workload(shape: WanShape) -> Workload:
         validate_latent(request.x.shape, shape)
@@ -38,34 +40,37 @@ def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
 
     wanted = WantedModels(model=request.model, low_noise=None, workload=workload)
     loaded, _ = transformers.have(wanted, groups, job)
-    inputs = together(
-        job, lambda: prepare_request(request, loaded.model.shape, job.tensor, groups, device)
-    )
-    transformers.let_idle_go(wanted, loaded.model.shape, groups, job)
-    stop_if_asked(job)
+    model = loaded.model
+
+    def prepare() -> tuple[RankInputs, Tensor]:
+        if job.cancel_requested():
+            raise JobCancelled("the job was stopped on request")
+        inputs = prepare_request(request, model.shape, groups, job=job, work=work)
+        return inputs, job.tensor(request.result)
+
+    inputs, result = together(job, prepare)
+    transformers.let_idle_go(wanted, model.shape, groups, job)
     loaded.fit_to(inputs.shards, groups)
     assert transformers.model.held is not None, "it was asked for above"
     own = inputs.samples
     text = transformers.model.held.prompts.have(
         request.prompts[own.start : own.stop],
-        lambda: encode_prompt(loaded.model, inputs.branches[0], device),
+        lambda: encode_prompt(model, inputs.branches[0], device),
     )
-    predictor = Forward(model=loaded.model, inputs=inputs, text=(text,), guidance=None)
-    velocity = inputs.gather(predictor.predict(inputs.shard(job.tensor(request.x)), 1.0))
-
-    def write_result() -> None:
-        if groups.rank == 0:
-            job.tensor(request.result).copy_(velocity)
-
-    together(job, write_result)
+    x = own_tokens(job.tensor(request.x), own, inputs.shards).to(device)
+    predictor = Forward(model=model, inputs=inputs, text=(text,), guidance=None)
+    tokens = inputs.gather_tokens(predictor.predict(x, 1.0))
+    if groups.rank == 0:
+        unpatchify_into(tokens, inputs.grid, result)
 
 
 def prepare_request(
     request: ForwardRequest,
     shape: WanShape,
-    tensor: Callable[[TensorRef], Tensor],
     groups: MeshGroups,
-    device: torch.device,
+    *,
+    job: Job,
+    work: TransformerWork,
 ) -> RankInputs:
     """The request cut for this rank, its timesteps as factors of 1. No collectives. Raises ConfigError, MeshError."""
     batch, frames = request.x.shape[0], request.x.shape[2]
@@ -80,11 +85,12 @@ def prepare_request(
             "samples; each sample needs its own"
         )
     given = ForwardInputs(
-        latent=tensor(request.x),
+        latent=job.tensor(request.x),
         cond=PromptTensors(
-            text=tensor(request.text), conditions=read_conditions(request.conditions, tensor)[COND]
+            text=job.tensor(request.text),
+            conditions=read_conditions(request.conditions, job.tensor)[COND],
         ),
         uncond=None,
-        frame_factors=tensor(request.timesteps),
+        frame_factors=job.tensor(request.timesteps),
     )
-    return prepare_forward(given, shape, groups, device)
+    return prepare_forward(given, shape, groups, work.device, rope_of=work.ropes)

@@ -37,7 +37,7 @@ from .transformer_job import TransformerWork, groups_for, read_conditions
 def sample(request: SampleRequest, job: Job, work: TransformerWork) -> None:
     """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the run."""
     transformers, device = work.transformers, work.device
-    groups = groups_for(request, work.plane, job)
+    groups = groups_for(request, work.plane)
 
     def workload(shape: WanShape) -> Workload:
         validate_latent(request.noisy.shape, shape)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import COND, UNCOND, Condition, TensorRef, TransformerRequest
-from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
+from comfy_wan_dist.mesh.degrees import parse_mesh
 from comfy_wan_dist.mesh.layout import job_ranks
 
-from .job import Job, together
 from .parallel.compile import outside_graphs
 from .parallel.groups import MeshGroups, PlaneGroups
+from .resident.ropes import RopeTables
 from .resident.transformers import Transformers
 
 
@@ -26,19 +26,19 @@ class TransformerWork:
     plane: PlaneGroups
     transformers: Transformers
     device: torch.device
+    ropes: RopeTables = field(default_factory=RopeTables)
 
 
-def groups_for(request: TransformerRequest, plane: PlaneGroups, job: Job) -> MeshGroups:
-    """Groups of the request's mesh. Collectives: a vote, and the making of groups that no earlier job needed."""
+def groups_for(request: TransformerRequest, plane: PlaneGroups) -> MeshGroups:
+    """Groups of the request's mesh. Collectives: the making of groups that no earlier job needed.
 
-    def check() -> MeshDegrees:
-        degrees = parse_mesh(request.mesh)
-        if degrees is None:
-            raise ConfigError("a job's mesh is auto; name one")
-        job_ranks(plane.layout, degrees)
-        return degrees
-
-    groups = plane.for_mesh(together(job, check))
+    Raises ConfigError, MeshError, on all ranks alike, as what they see is the same.
+    """
+    degrees = parse_mesh(request.mesh)
+    if degrees is None:
+        raise ConfigError("a job's mesh is auto; name one")
+    job_ranks(plane.layout, degrees)
+    groups = plane.for_mesh(degrees)
     return outside_graphs(groups) if request.model.compile else groups
 
 

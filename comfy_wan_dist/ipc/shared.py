@@ -10,7 +10,7 @@ sealed against shrinking and growing, so that no side can pull pages from under 
 Who frees: a mapping is never closed by hand, because a tensor over a closed mapping is a
 segmentation fault; it goes when its last view goes. The descriptor is closed by its owner: the pool
 here, `MapCache` after mapping there. A buffer whose tensors leave for ComfyUI, which caches them,
-goes back to the pool when its mapping dies.
+goes back to the pool with its mapping when the last of them dies.
 
 Fresh pages are what costs: filling 21 MB takes 8.6 ms in a new buffer and 2.5 ms in a used one
 (measured on one core), hence the pool and the cache of mappings. Populating a mapping in advance
@@ -28,9 +28,10 @@ import os
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +62,21 @@ class SharedBuffer:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
+        # What tensors hold: it dies with the last of them, while the mapping can be used again.
+        self._memory = memoryview(mapping)
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return len(self._mapping)
+        return len(self._memory)
+
+    def when_unused(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Have `call` called with a SharedBuffer of the same memory and `arguments` once this and its tensors are gone.
+
+        By the garbage collector, in any thread.
+        """
+        finalizer = weakref.finalize(self._memory, _pass_on, self._mapping, call, *arguments)
+        finalizer.atexit = False
 
     def tensor(self, ref: TensorRef) -> Tensor:
         """The tensor that `ref` names, as a view on this buffer.
@@ -96,7 +107,7 @@ class SharedBuffer:
             )
         if count == 0:  # torch.frombuffer refuses it
             return torch.empty(ref.shape, dtype=dtype, device="cpu")
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=ref.offset)
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=ref.offset)
         return flat.view(ref.shape)
 
 
@@ -152,12 +163,10 @@ class BufferPool:
     def __init__(self, *, max_idle_bytes: int = _DEFAULT_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
-        # Smallest first. With a mapping: pages and page tables are warm. Without: the last mapping
-        # died.
-        self._idle: list[tuple[int, int, SharedBuffer | None]] = []
-        # Buffers whose mapping died; filled by the garbage collector at any moment, so without the
-        # lock.
-        self._returned: deque[tuple[int, int]] = deque()
+        # Size and descriptor, smallest first.
+        self._idle: list[tuple[int, int, SharedBuffer]] = []
+        # Buffers whose tensors died; filled by the garbage collector at any moment, so without the lock.
+        self._returned: deque[tuple[int, SharedBuffer]] = deque()
         self._closed = False
 
     def take(self, size: int) -> tuple[int, SharedBuffer]:
@@ -173,11 +182,12 @@ class BufferPool:
                 i for i, (have, _, _) in enumerate(self._idle) if wanted <= have <= 2 * wanted
             )
             index = next(fitting, None)
-            fd, buffer = (
-                (create_buffer(wanted), None) if index is None else self._idle.pop(index)[1:]
-            )
+            if index is not None:
+                _, fd, buffer = self._idle.pop(index)
+                return fd, buffer
+        fd = create_buffer(wanted)
         try:
-            return fd, buffer if buffer is not None else map_buffer(fd)
+            return fd, map_buffer(fd)
         except BaseException:
             os.close(fd)
             raise
@@ -185,14 +195,11 @@ class BufferPool:
     def give_back(self, fd: int, buffer: SharedBuffer) -> None:
         """Take a buffer back of which no tensor is in use any more."""
         with self._lock:
-            self._keep(buffer.size, fd, buffer)
+            self._keep(fd, buffer)
 
     def give_back_when_unused(self, fd: int, buffer: SharedBuffer) -> None:
-        """Take a buffer back once the last tensor over this mapping of it is gone."""
-        finalizer = weakref.finalize(
-            buffer._mapping, _return_buffer, weakref.ref(self), buffer.size, fd
-        )
-        finalizer.atexit = False
+        """Take a buffer back once it and the last tensor over it are gone."""
+        buffer.when_unused(_return_buffer, weakref.ref(self), fd)
 
     def keep(self, tensor: Tensor) -> KeptTensor:
         """A copy of `tensor` to lend to parcels."""
@@ -213,11 +220,10 @@ class BufferPool:
 
     def _collect_returned(self) -> None:
         while self._returned:
-            size, fd = self._returned.popleft()
-            self._keep(size, fd, None)
+            self._keep(*self._returned.popleft())
 
-    def _keep(self, size: int, fd: int, buffer: SharedBuffer | None) -> None:
-        self._idle.append((size, fd, buffer))
+    def _keep(self, fd: int, buffer: SharedBuffer) -> None:
+        self._idle.append((buffer.size, fd, buffer))
         self._idle.sort(key=lambda entry: entry[0])
         self._trim(0 if self._closed else self._max_idle_bytes)
 
@@ -228,9 +234,9 @@ class BufferPool:
             os.close(fd)
             total -= size
 
-    def _accept(self, size: int, fd: int) -> None:
+    def _accept(self, fd: int, buffer: SharedBuffer) -> None:
         """Called by the garbage collector, maybe in a thread that holds the lock: never wait."""
-        self._returned.append((size, fd))
+        self._returned.append((fd, buffer))
         if self._lock.acquire(blocking=False):
             try:
                 self._collect_returned()
@@ -238,12 +244,16 @@ class BufferPool:
                 self._lock.release()
 
 
-def _return_buffer(pool_ref: weakref.ref[BufferPool], size: int, fd: int) -> None:
+def _pass_on(mapping: mmap.mmap, call: Callable[..., None], *arguments: Any) -> None:
+    call(SharedBuffer(mapping), *arguments)
+
+
+def _return_buffer(buffer: SharedBuffer, pool_ref: weakref.ref[BufferPool], fd: int) -> None:
     pool = pool_ref()
     if pool is None:
         os.close(fd)
     else:
-        pool._accept(size, fd)
+        pool._accept(fd, buffer)
 
 
 class Parcel:

@@ -74,7 +74,11 @@ class Transformers:
             for slot in (self.model, self.low_noise):
                 if slot.is_outdated_by(high):
                     slot.clear()
-            if self.model.held is None or self.model.holds_base(high):
+            held = self.model.held
+            is_there = held is not None and self.model.holds(high)
+            if is_there and job.agree_least(int(not self.model.is_offloaded)):
+                return held.loaded, False  # as for most jobs: no rank has anything to move
+            if held is None or self.model.holds_base(high):
                 together(job, self._make_room)
                 return self._have_model(high, self.model, groups, job, idle=self.low_noise), False
             # In place of the one before; a load that fails costs no other.
@@ -110,10 +114,13 @@ class Transformers:
         self, wanted: WantedModels, shape: WanShape, groups: MeshGroups, job: Job
     ) -> None:
         """Clear what the job does not use, if it would be short of memory else. Collectives: votes."""
-        if wanted.low_noise is None:
+
+        def spare() -> int:
             memory = rank_memory(wanted.workload(shape), groups.degrees, groups.rank)
-            need = memory.total - memory.weights
-            self._let_go(self.low_noise, lambda: self._room.spare() - need, job)
+            return self._room.spare() - (memory.total - memory.weights)
+
+        if wanted.low_noise is None:
+            self._let_go(self.low_noise, spare, job)
 
     def offload(self, job: Job) -> bool:
         """Move the transformers' weights to host memory, or let go of the second where that has no room for both.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpa
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.groups import MeshGroups
 from workers.parallel.stages import MicroBatch, forward_in_stages
+
+
+class RopeTable(Protocol):
+    """`rope_table`, or what gives the same."""
+
+    def __call__(
+        self, grid: LatentGrid, start: int, stop: int, *, device: torch.device
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +87,12 @@ class RankInputs:
 
     def gather(self, x_BLP: Tensor) -> Tensor:
         """The latent [B, C, T, h, w] on every rank. Collectives: a gather on cp, one on dp, and with sp one on tp."""
-        tokens = self.groups.dp.gather_rows(self._own_samples(x_BLP), self.samples.sizes)
+        tokens = self.gather_tokens(x_BLP)
         return unpatchify(tokens, self.grid)[..., : self.size[3], : self.size[4]]
+
+    def gather_tokens(self, x_BLP: Tensor) -> Tensor:
+        """All tokens of all samples on every rank. Collectives: those of `gather`."""
+        return self.groups.dp.gather_rows(self._own_samples(x_BLP), self.samples.sizes)
 
     def pad(self, x_BLP: Tensor) -> Tensor:
         """x with its padding as `patchify` makes it. Collectives: if there is any those of `gather` but dp's."""
@@ -98,9 +111,17 @@ class RankInputs:
 
 
 def prepare_forward(
-    given: ForwardInputs, shape: WanShape, groups: MeshGroups, device: torch.device
+    given: ForwardInputs,
+    shape: WanShape,
+    groups: MeshGroups,
+    device: torch.device,
+    *,
+    rope_of: RopeTable = rope_table,
 ) -> RankInputs:
-    """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError."""
+    """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError.
+
+    rope_of: makes the table, or has it from before.
+    """
     validate_latent(given.latent.shape, shape)
     batch, grid = given.latent.shape[0], grid_of(given.latent)
     validate_model(groups.degrees, shape)
@@ -145,7 +166,7 @@ def prepare_forward(
         shards=shards,
         row_factors=row_factors.to(device),
         runs=token_runs(rows, grid, shards.start, shards.stop),
-        rope=rope_table(grid, shards.cp.start, shards.cp.stop, device=device),
+        rope=rope_of(grid, shards.cp.start, shards.cp.stop, device=device),
         branches=tuple(branches),
         groups=groups,
         device=device,
@@ -243,7 +264,10 @@ def micro_batches(
 
 def own_tokens(latent: Tensor, samples: ShardRange, shards: TokenShards) -> Tensor:
     """This rank's part [B or 1, L, P] of a latent, or of whatever else lies on its positions."""
-    return patchify(own_samples(latent, samples))[:, shards.start : shards.stop]
+    per_frame = grid_of(latent).tokens_per_frame
+    first, last = shards.start // per_frame, -(-shards.stop // per_frame)
+    tokens = patchify(own_samples(latent, samples)[:, :, first:last])
+    return tokens[:, shards.start - first * per_frame : shards.stop - first * per_frame]
 
 
 def own_samples(x: Tensor, samples: ShardRange) -> Tensor:
