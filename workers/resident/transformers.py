@@ -75,9 +75,10 @@ class Transformers:
                 if slot.is_outdated_by(high):
                     slot.clear()
             held = self.model.held
-            is_there = held is not None and self.model.holds(high)
-            if is_there and job.agree_least(int(not self.model.is_offloaded)):
-                return held.loaded, False  # as for most jobs: no rank has anything to move
+            if held is not None and self.model.holds(high):
+                is_there = job.agree_least(int(not self.model.is_offloaded))
+                if is_there:  # as for most jobs: no rank has anything to move
+                    return held.loaded, False
             if held is None or self.model.holds_base(high):
                 together(job, self._make_room)
                 return self._have_model(high, self.model, groups, job, idle=self.low_noise), False
@@ -113,14 +114,14 @@ class Transformers:
     def let_idle_go(
         self, wanted: WantedModels, shape: WanShape, groups: MeshGroups, job: Job
     ) -> None:
-        """Clear what the job does not use, if it would be short of memory else. Collectives: votes."""
+        """Offload or clear what the job does not use, if it would be short of memory else. Collectives: votes."""
 
         def spare() -> int:
             memory = rank_memory(wanted.workload(shape), groups.degrees, groups.rank)
             return self._room.spare() - (memory.total - memory.weights)
 
         if wanted.low_noise is None:
-            self._let_go(self.low_noise, spare, job)
+            self._let_go(self.low_noise, spare, job, to_host=True)
 
     def offload(self, job: Job) -> bool:
         """Move the transformers' weights to host memory, or let go of the second where that has no room for both.
@@ -150,19 +151,27 @@ class Transformers:
             logger.info("the transformer's weights moved to host memory, to make room for the VAE")
         return True
 
-    def _let_go(self, slot: ModelSlot, spare: Callable[[], int], job: Job) -> bool:
+    def _let_go(
+        self, slot: ModelSlot, spare: Callable[[], int], job: Job, *, to_host: bool = False
+    ) -> bool:
         """Clear `slot` if `spare` is negative on any rank where it has weights on the device.
 
-        Collectives: two votes, if it has a model. Where offloading failed, only some ranks have it on the device.
+        to_host: offload it instead where host memory has room, for models that take turns from job to job.
+        Collectives: votes, if it has a model. Where offloading failed, only some ranks have it on the device.
         """
         if slot.held is None:
             return False
         number = together(job, lambda: UNLIMITED if slot.is_offloaded else spare())
-        is_wanted = job.agree_least(number) < 0
-        if is_wanted:
-            slot.clear()
-            self._room.release()
-        return is_wanted
+        if job.agree_least(number) >= 0:
+            return False
+        if to_host and self._room.has_host:
+            room = together(job, lambda: self._room.spare_on_host() - slot.device_bytes())
+            if job.agree_least(room) >= 0:
+                together(job, slot.offload)
+                return True
+        slot.clear()
+        self._room.release()
+        return True
 
     def _bring_back(self, slot: ModelSlot, job: Job) -> None:
         """Undo `offload`. Where the VAE has taken the room since, it goes. Collectives: votes."""
@@ -242,7 +251,11 @@ class Transformers:
             slot.clear()
             self._room.release()
             if idle is not None:
-                self._let_go(idle, lambda: 0 if self._loader.fits(found, groups) else -1, job)
+
+                def spare() -> int:
+                    return 0 if self._loader.fits(found, groups) else -1
+
+                self._let_go(idle, spare, job, to_host=True)
             slot.held, bytes_read = self._loader.load(found, groups, report, job)
         self.bytes_read += bytes_read
         return slot.held.loaded
