@@ -64,7 +64,9 @@ def calls(mesh: str, folder: Path) -> Iterator[Callable[[], Any]]:
 
     with mock.patch.object(forwards, "planes_for", idle_planes):
         try:
-            yield forwards.SamplerRuns(handle)(CarriedPatches(key=None, files=()))
+            yield forwards.SamplerRuns(handle, expert="high noise")(
+                CarriedPatches(key=None, files=())
+            )
         finally:
             default_groups().stop_all()
 

@@ -29,7 +29,7 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.workload import forward_workload
 from ..model_file.memory_file import MemoryFile, write_memory_file
-from .handle import ModelHandle, ResolvedModel
+from .handle import HIGH_NOISE, LOW_NOISE, ModelHandle, ResolvedModel
 from .session import Session, keep_tensor, open_session, planes_for, resolve
 
 T = TypeVar("T")
@@ -114,8 +114,14 @@ class SamplerRun:
 class SamplerRuns:
     """Opens the runs of samplers on one MODEL, and keeps from one to the next what they have sent."""
 
-    def __init__(self, handle: ModelHandle) -> None:
+    def __init__(self, handle: ModelHandle, *, expert: str) -> None:
+        """expert: of a model that has two, the one that predicts, HIGH_NOISE or LOW_NOISE. Raises ConfigError."""
+        if expert not in (HIGH_NOISE, LOW_NOISE):
+            raise ConfigError(
+                f"the MODEL's expert is {expert!r}; choose {HIGH_NOISE!r} or {LOW_NOISE!r}"
+            )
         self._handle = handle
+        self._expert = expert
         self._texts = SentTexts()
         self._changes: object = None
         self._loras: tuple[MemoryFile, ...] = ()
@@ -137,6 +143,8 @@ class SamplerRuns:
         for lora, file in zip(self._loras, changes.files, strict=True):
             handle = handle.with_lora(lora.path, file.strength)
         model = resolve(handle)
+        if self._expert == LOW_NOISE and model.low_noise is not None:
+            model = replace(model, spec=model.low_noise)
         for line in model.lora_lines[len(self._handle.loras) :]:
             logger.info("[wan-dist] LoRA %s", line)
         return SamplerRun(model, self._texts, self._loras)

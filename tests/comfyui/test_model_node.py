@@ -150,15 +150,34 @@ def test_prompts_of_different_length_are_called_one_by_one(server: ComfyServer, 
 
 
 def test_models_of_16_channels(server: ComfyServer, seed: int) -> None:
-    for model, shift in ((T2V_FILE, 5.0), (I2V_FILE, 8.0)):
-        graph = both_models(model=model)
-        if model == I2V_FILE:
-            graph["image"] = node("LoadImage", image=graphs.IMAGE)
-            graph["vae"] = node("VAELoader", vae_name=graphs.VAE)
-        behind(graph, "ModelSamplingSD3", shift=shift)
+    text = both_models(model=T2V_FILE)
+    image = both_models(model=I2V_FILE)
+    image |= {
+        "image": node("LoadImage", image=graphs.IMAGE),
+        "vae": node("RandomVAE"),
+        "start": node(
+            "WanImageToVideo",
+            positive=["positive", 0],
+            negative=["negative", 0],
+            vae=["vae", 0],
+            start_image=["image", 0],
+            width=96,
+            height=64,
+            length=9,
+            batch_size=1,
+        ),
+    }
+    given = {"positive": ["start", 0], "negative": ["start", 1], "latent_image": ["start", 2]}
+    for graph, inputs in ((text, {}), (image, given)):
+        behind(graph, "ModelSamplingSD3", shift=5.0)
         for sampler in ("euler", "dpmpp_2m_sde"):
-            add_both(graph, f"{model} {sampler}", sampler_name=sampler, seed=seed)
+            add_both(graph, sampler, sampler_name=sampler, seed=seed, **inputs)
         assert_equal(server, graph)
+    del given["positive"], given["negative"]
+    add_both(image, "bare", seed=seed, **given)
+    result = succeed(server, image)
+    bare, with_image = (saved(server, result, name, OWN) for name in ("bare", "euler"))
+    assert relative_error(bare, with_image) > 10 * LIMIT
 
 
 CHANGES: dict[str, Callable[[Graph], None]] = {
@@ -251,12 +270,19 @@ def test_custom_samplers_with_split_sigmas(server: ComfyServer, seed: int) -> No
     assert relative_error(second, whole) <= LIMIT
 
 
-def test_two_stages_of_two_experts_with_leftover_noise(server: ComfyServer, seed: int) -> None:
-    """As in ComfyUI's template for A14B."""
+@pytest.mark.parametrize("loaders", ["two", "one"])
+def test_two_stages_of_two_experts_with_leftover_noise(
+    server: ComfyServer, loaders: str, seed: int
+) -> None:
+    """As in ComfyUI's template for A14B: one loader for each expert, or one for both."""
     graph = both_models(model=T2V_FILE)
     low = both_models(model=LOW_NOISE_FILE)
     graph |= {f"low {name}": low[name] for name in ("model", OWN, STOCK)}
     graph["low own"]["inputs"]["model"] = ["low model", 0]
+    if loaders == "one":
+        graph["model"]["inputs"]["low_noise_model"] = LOW_NOISE_FILE
+        graph["low own"]["inputs"] = {"model": ["model", 0], "expert": "low noise"}
+        del graph["low model"]
     stages = {
         "first": dict(
             add_noise="enable", start_at_step=0, end_at_step=2, return_with_leftover_noise="enable"
