@@ -167,7 +167,11 @@ def test_models_of_16_channels(server: ComfyServer, seed: int) -> None:
             batch_size=1,
         ),
     }
-    given = {"positive": ["start", 0], "negative": ["start", 1], "latent_image": ["start", 2]}
+    given: dict[str, Any] = {
+        "positive": ["start", 0],
+        "negative": ["start", 1],
+        "latent_image": ["start", 2],
+    }
     for graph, inputs in ((text, {}), (image, given)):
         behind(graph, "ModelSamplingSD3", shift=5.0)
         for sampler in ("euler", "dpmpp_2m_sde"):

@@ -59,7 +59,7 @@ def add_both(graph: Graph, name: str, kind: str = "KSampler", **inputs: Any) -> 
     }
     for model in (OWN, STOCK):
         own = {
-            key: [value[0].format(model), 0] if isinstance(value, list) else value
+            key: [value[0].format(model), value[1]] if isinstance(value, list) else value
             for key, value in inputs.items()
         }
         graph[f"{name} {model}"] = node(kind, model=[model, 0], **own)
