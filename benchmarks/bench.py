@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import denoise, mesh, transfer, vae
+from . import bridge, denoise, mesh, transfer, vae
 from .chart import draw_chart
 from .timing import Row
 
@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[Measure, float]] = {
     transfer.SECTION: (transfer.measure, 60.0),
     mesh.SECTION: (mesh.measure, 300.0),
     vae.SECTION: (vae.measure, 120.0),
+    bridge.SECTION: (bridge.measure, 60.0),
 }
 """Each section with its default budget, in measured seconds for each group of things compared."""
 

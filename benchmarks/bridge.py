@@ -1,10 +1,17 @@
-"""Bench section "bridge": what a stock sampler's call of the group's MODEL takes beyond the model's own work.
+"""Section "bridge": ComfyUI's own samplers on a MODEL whose forwards run in a group, on the CPU, one thread each rank.
 
-The ranks run everything but the model's layers, which return their tokens, so that all that is left is the hand-over.
+- What a call takes beyond the model's own work: ranks whose layers do nothing get and answer a latent of 10.2 MB, which
+  is made into tokens and back on the way.
+- A sampler's run of real forwards, beside the same run inside the group (WanDistSampler), and beside ComfyUI's native
+  MODEL in this process with as many threads as there are ranks.
+
+Not covered: devices other than the CPU.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,86 +22,210 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from comfy_wan_dist.group.spec import LaunchSpec
-from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.checkpoints import write_transformer
-from devtools.mesh_runs import mesh_degrees
+from devtools.mesh_runs import mesh_degrees, relative_error
 
 from .models import use_comfyui
+from .timing import Comparison, Row, build_row, interleave
 
 SECTION = "bridge"
-SHAPE = WanShape(dim=256, ffn_dim=256, num_layers=1, in_dim=48, out_dim=48)
-LATENT = (1, 48, 13, 64, 64)
-"""10.2 MB."""
-TEXT_TOKENS = 512
-RUNNER = "benchmarks.bridge:build_idle_runner"
+IDLE = WanShape(dim=256, ffn_dim=256, num_layers=1, in_dim=48, out_dim=48)
+IDLE_LATENT = (1, 48, 13, 64, 64)
+IDLE_MESHES = ("single", "cfg2", "tp2")
+IDLE_RUNNER = "benchmarks.bridge:build_idle_runner"
+HAND_OVER_S = 0.005
+HAND_OVER = "5 ms"
+REAL = WanShape(dim=1024, ffn_dim=4096, num_layers=4, in_dim=48, out_dim=48)
+REAL_GRID = LatentGrid(frames=5, rows=16, columns=16)
+REAL_MESHES = ("cfg2", "tp2")
+STEPS = 4
+TEXT = (1, 512, 4096)
+TOLERANCE = 1e-4
+"""How far results may differ, as a part of the largest value, for a comparison of speed to mean anything."""
+
+
+def measure(
+    *,
+    budget_s: float,
+    report: Callable[[Row], None],
+    idle: tuple[int, ...] = IDLE_LATENT,
+    real: tuple[WanShape, LatentGrid] = (REAL, REAL_GRID),
+) -> None:
+    """All rows of the section; `budget_s` is the measured time of each mesh."""
+    use_comfyui()
+    logging.getLogger("comfy_wan_dist").setLevel(logging.WARNING)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for mesh in IDLE_MESHES:
+            report(_hand_over(mesh, idle, budget_s))
+        for mesh in REAL_MESHES:
+            for row in _runs(mesh, *real, budget_s):
+                report(row)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- the hand-over alone
 
 
 def build_idle_runner(**arguments: Any) -> Any:
     """In a rank: the product's runner, whose model does nothing."""
     from workers.runner import PlaneRunner
-    from workers.sampling import forward
 
-    forward.forward_in_stages = lambda model, batches, **_: [batch.tokens for batch in batches]
+    def pass_on(model: object, batches: Any, **_: object) -> list[Tensor]:
+        return [batch.tokens for batch in batches]
+
+    mock.patch("workers.sampling.forward.forward_in_stages", pass_on).start()
     return PlaneRunner(**arguments)
 
 
-@contextmanager
-def calls(mesh: str, folder: Path) -> Iterator[Callable[[], Any]]:
-    use_comfyui()
-    from comfy_wan_dist.comfyui.patches import CarriedPatches
-    from comfy_wan_dist.group.default import default_groups
-    from comfy_wan_dist.jobs import forwards
-    from comfy_wan_dist.jobs.handle import ModelHandle
-
-    path = folder / "model.safetensors"
-    write_transformer(path, SHAPE, seed=1)
-    handle = ModelHandle(
-        path=str(path),
-        dtype="float32",
-        mesh=mesh,
-        devices=f"cpu:{mesh_degrees(mesh).world_size}",
-        compile=False,
-    )
-    planes_for = forwards.planes_for
+def _hand_over(mesh: str, latent: tuple[int, ...], budget_s: float) -> Row:
+    from comfy_wan_dist.jobs.session import planes_for
 
     def idle_planes(model: Any) -> tuple[LaunchSpec, ...]:
-        return tuple(replace(spec, runner=RUNNER) for spec in planes_for(model))
+        return tuple(replace(spec, runner=IDLE_RUNNER) for spec in planes_for(model))
 
-    with mock.patch.object(forwards, "planes_for", idle_planes):
+    x, text = torch.randn(latent), torch.randn(TEXT)
+    timesteps = torch.full((latent[0],), 500.0)
+    with (
+        _handle(IDLE, mesh) as handle,
+        mock.patch("comfy_wan_dist.jobs.forwards.planes_for", idle_planes),
+    ):
+        predict = _open_run(handle)
+
+        def call() -> float:
+            started = time.perf_counter()
+            predict(x, timesteps, text.clone())
+            return time.perf_counter() - started
+
+        megabytes = 4 * x.numel() / 1e6
+        comparison = Comparison(
+            case=f"a call that computes nothing / {HAND_OVER}, {megabytes:.1f} MB, {mesh}",
+            ours="call",
+            other=HAND_OVER,
+            limit=1.0,
+            note="text compared, latent to tokens and back included",
+        )
+        things = {"call": call, HAND_OVER: lambda: HAND_OVER_S}
+        return build_row(SECTION, comparison, interleave(things, [comparison], budget_s=budget_s))
+
+
+def _open_run(handle: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from comfy_wan_dist.comfyui.patches import CarriedPatches
+    from comfy_wan_dist.jobs.forwards import SamplerRuns
+    from comfy_wan_dist.jobs.handle import HIGH_NOISE
+
+    return SamplerRuns(handle, expert=HIGH_NOISE)(CarriedPatches(key=None, files=()))
+
+
+# ---- whole runs
+
+
+def _runs(mesh: str, shape: WanShape, grid: LatentGrid, budget_s: float) -> Iterator[Row]:
+    import comfy.sample
+    import comfy.sd
+
+    from comfy_wan_dist.comfyui.remote_model import build_model
+    from comfy_wan_dist.jobs.forwards import SamplerRuns
+    from comfy_wan_dist.jobs.handle import HIGH_NOISE
+    from comfy_wan_dist.nodes.sampler import Sampler
+
+    latent = torch.zeros(1, shape.out_dim, grid.frames, 2 * grid.rows, 2 * grid.columns)
+    cond, uncond = ([[torch.randn(1, 512, shape.text_dim), {}]] for _ in range(2))
+    noise = comfy.sample.prepare_noise(latent, 1)
+
+    def stock(model: Any) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            sampled: Tensor = comfy.sample.sample(
+                model,
+                noise,
+                STEPS,
+                5.0,
+                "euler",
+                "simple",
+                cond,
+                uncond,
+                latent,
+                disable_pbar=True,
+            )
+            return sampled
+
+        return run
+
+    with _handle(shape, mesh) as handle:
+
+        def inside() -> Tensor:
+            output = asyncio.run(
+                Sampler.execute(
+                    model=handle,
+                    positive=cond,
+                    negative=uncond,
+                    latent_image={"samples": latent},
+                    seed=1,
+                    steps=STEPS,
+                    cfg=5.0,
+                    sampler_name="euler",
+                    scheduler="simple",
+                    shift=8.0,
+                    denoise=1.0,
+                )
+            )
+            sampled: Tensor = output.result[0]["samples"]
+            return sampled
+
+        runs = {
+            "own MODEL": stock(build_model(shape, SamplerRuns(handle, expert=HIGH_NOISE))),
+            "WanDistSampler": inside,
+            "native MODEL": stock(comfy.sd.load_diffusion_model(handle.path)),
+        }
+        expected = runs["native MODEL"]()
+        for name, run in runs.items():
+            error = relative_error(run(), expected)
+            if error > TOLERANCE:
+                raise RuntimeError(f"{name} differs from the native MODEL by {error:.1e}")
+        label = f"{STEPS} steps of euler, cfg 5, {grid.tokens} tokens, {mesh}"
+        comparisons = [
+            Comparison(
+                case=f"own MODEL / {other}, {label}", ours="own MODEL", other=other, limit=None
+            )
+            for other in ("WanDistSampler", "native MODEL")
+        ]
+        times = interleave(
+            {name: _timed(run) for name, run in runs.items()}, comparisons, budget_s=budget_s
+        )
+        yield from (build_row(SECTION, comparison, times) for comparison in comparisons)
+
+
+def _timed(run: Callable[[], Tensor]) -> Callable[[], float]:
+    def timed() -> float:
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+
+    return timed
+
+
+@contextmanager
+def _handle(shape: WanShape, mesh: str) -> Iterator[Any]:
+    """A model of this shape for a mesh on the CPU; its groups end with the context."""
+    from comfy_wan_dist.group.default import default_groups
+    from comfy_wan_dist.jobs.handle import ModelHandle
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        write_transformer(path, shape, seed=1)
         try:
-            yield forwards.SamplerRuns(handle, expert="high noise")(
-                CarriedPatches(key=None, files=())
+            yield ModelHandle(
+                path=str(path),
+                dtype="float32",
+                mesh=mesh,
+                devices=f"cpu:{mesh_degrees(mesh).world_size}",
+                compile=False,
             )
         finally:
             default_groups().stop_all()
-
-
-if __name__ == "__main__":
-    import cProfile
-    import logging
-    import pstats
-    import sys
-
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(2)
-    with tempfile.TemporaryDirectory() as folder, calls(sys.argv[1], Path(folder)) as call:
-        x = torch.randn(LATENT)
-        t = torch.full((1,), 500.0)
-        text = torch.randn(1, TEXT_TOKENS, 4096)
-        call(x, t, text)
-        base = call._seconds
-        times = []
-        outs = []
-        for _ in range(30):
-            started = time.perf_counter()
-            out = call(x, t, text)
-            times.append(time.perf_counter() - started)
-        print("ms", sorted(1e3 * t for t in times)[::6], "ranks", 1e3 * (call._seconds - base) / 30)
-        prof = cProfile.Profile()
-        prof.enable()
-        for _ in range(20):
-            call(x, t, text)
-        prof.disable()
-        pstats.Stats(prof).sort_stats("cumtime").print_stats(25)
