@@ -398,3 +398,16 @@ def test_what_changes_the_transformer_inside_is_refused_by_name(
     graph = both_models()
     add_both(graph, "run", seed=seed)
     assert_equal(server, graph)
+
+
+def test_context_windows_with_given_frames_are_refused_in_a_sentence(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models(length=17)
+    CHANGES["context windows"](graph)
+    add_both(graph, "run", seed=seed)
+    for name in [name for name in graph if STOCK in name]:
+        del graph[name]
+    message = error_of(server.run(graph)).data["exception_message"]
+    assert "the timesteps have shape [2, 5]; this latent needs [2, 1] or [2, 3]" in message
+    assert "Context windows may not go together with given frames" in message

@@ -43,7 +43,9 @@ ROOMS = (
     f"{WORKERS}.sampling",
     f"{WORKERS}.job",
     f"{WORKERS}.resident",
+    f"{WORKERS}.transformer_job",
     f"{WORKERS}.sample_job",
+    f"{WORKERS}.forward_job",
     f"{WORKERS}.vae_job",
     f"{WORKERS}.runner",
     f"{WORKERS}.process",
@@ -67,6 +69,7 @@ USES_COMFY_API = {"nodes", "extension"}
 NEEDS_COMFYUI = (
     f"{PACK}.comfyui",
     f"{PACK}.nodes",
+    f"{PACK}.jobs.forwards",
     f"{PACK}.jobs.session",
     f"{PACK}.jobs.sampling",
     f"{PACK}.jobs.vae",
