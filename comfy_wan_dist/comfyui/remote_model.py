@@ -52,7 +52,6 @@ class RemoteTransformer(nn.Module):
     def __init__(self, shape: WanShape, open_run: OpenRun) -> None:
         super().__init__()
         self.dtype = torch.float32
-        self.patch_size = PATCH_SIZE
         # Outside of the module's parameters: what counts, moves or casts these finds none.
         self.patch_embedding = SimpleNamespace(weight=_hollow(shape)["patch_embedding.weight"])
         self._hollow = _hollow(shape)
