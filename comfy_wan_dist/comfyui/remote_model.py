@@ -9,7 +9,6 @@ Source: ComfyUI 0.3.75, comfy/model_base.py, comfy/model_patcher.py, comfy/ldm/w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import comfy.model_management
@@ -46,6 +45,16 @@ OpenRun = Callable[[CarriedPatches], Predict]
 """Called before a sampler's first step, with what is to be merged into the model's weights."""
 
 
+class HollowModule:
+    """A module of which only the size of its weight is known."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_not_there(name))
+
+
 class RemoteTransformer(nn.Module):
     """Stands where ComfyUI expects Wan's transformer."""
 
@@ -53,14 +62,22 @@ class RemoteTransformer(nn.Module):
         super().__init__()
         self.dtype = torch.float32
         # Outside of the module's parameters: what counts, moves or casts these finds none.
-        self.patch_embedding = SimpleNamespace(weight=_hollow(shape)["patch_embedding.weight"])
+        self.patch_embedding = HollowModule(_hollow(shape)["patch_embedding.weight"])
         self._hollow = _hollow(shape)
         self._open_run = open_run
         self._predict: Predict | None = None
+        # TorchCompileModel has nothing to compile here; the loader's own option compiles the blocks.
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
-    def begin(self, changes: CarriedPatches) -> None:
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(_not_there(name)) from error
+
+    def begin(self, patches: CarriedPatches) -> None:
         """A sampler begins."""
-        self._predict = self._open_run(changes)
+        self._predict = self._open_run(patches)
 
     def end(self) -> None:
         """It has ended, or never begun."""
@@ -185,6 +202,13 @@ def _model_config(shape: WanShape) -> Any:
             "patch_size": PATCH_SIZE,
             "disable_unet_model_creation": True,
         }
+    )
+
+
+def _not_there(name: str) -> str:
+    return (
+        f"the MODEL of Wan Dist has no {name!r} in ComfyUI's process, as its transformer runs on the GPUs of the mesh; "
+        "leave out the node that reaches for it, or load the model with a stock loader"
     )
 
 

@@ -411,3 +411,33 @@ def test_context_windows_with_given_frames_are_refused_in_a_sentence(
     message = error_of(server.run(graph)).data["exception_message"]
     assert "the timesteps have shape [2, 5]; this latent needs [2, 1] or [2, 3]" in message
     assert "Context windows may not go together with given frames" in message
+
+
+def test_a_node_that_reaches_for_the_blocks_is_told_that_there_are_none(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = both_models()
+    graph["merged"] = node("ModelMergeSimple", model1=[OWN, 0], model2=[OWN, 0], ratio=0.5)
+    add_both(graph, "run", seed=seed)
+    graph[f"run {OWN}"]["inputs"]["model"] = ["merged", 0]
+    for name in [name for name in graph if STOCK in name]:
+        del graph[name]
+    error = error_of(server.run(graph)).data
+    assert error["node_type"] == "ModelMergeSimple"
+    assert "the MODEL of Wan Dist has no '" in error["exception_message"]
+    assert "load the model with a stock loader" in error["exception_message"]
+
+
+def test_models_freed_by_comfyui_are_there_again(server: ComfyServer, seed: int) -> None:
+    """ComfyUI's *Unload models* has next to nothing to take; the group keeps its own."""
+    graph = both_models()
+    add_both(graph, "run", seed=seed)
+    assert_equal(server, graph)
+    group = group_of(server)
+    server.free(unload_models=True, free_memory=True)
+    graph = both_models()
+    add_both(graph, "run", seed=seed + 1)
+    log = len(server.log)
+    assert_equal(server, graph)
+    assert group_of(server) == group
+    assert "ForwardRequest" not in server.log[log:]  # said where bytes are read
