@@ -184,20 +184,23 @@ def test_models_of_16_channels(server: ComfyServer, seed: int) -> None:
     assert relative_error(bare, with_image) > 10 * LIMIT
 
 
+# Later versions of ComfyUI ask for the last three.
+WINDOWS = {
+    "context_length": 9,
+    "context_overlap": 4,
+    "context_schedule": "standard_static",
+    "context_stride": 1,
+    "closed_loop": False,
+    "fuse_method": "pyramid",
+    "freenoise": False,
+    "retain_first_frame": False,
+    "split_conds_to_windows": False,
+}
 CHANGES: dict[str, Callable[[Graph], None]] = {
     "ModelSamplingSD3": lambda graph: behind(graph, "ModelSamplingSD3", shift=3.0),
     "CFGZeroStar": lambda graph: behind(graph, "CFGZeroStar"),
     "RescaleCFG": lambda graph: behind(graph, "RescaleCFG", multiplier=0.7),
-    "context windows": lambda graph: behind(
-        graph,
-        "WanContextWindowsManual",
-        context_length=9,
-        context_overlap=4,
-        context_schedule="standard_static",
-        context_stride=1,
-        closed_loop=False,
-        fuse_method="pyramid",
-    ),
+    "context windows": lambda graph: behind(graph, "WanContextWindowsManual", **WINDOWS),
 }
 
 
@@ -403,12 +406,16 @@ def test_what_changes_the_transformer_inside_is_refused_by_name(
 def test_context_windows_with_given_frames_are_refused_in_a_sentence(
     server: ComfyServer, seed: int
 ) -> None:
+    """Unless this ComfyUI cuts the mask to the window."""
     graph = both_models(length=17)
     CHANGES["context windows"](graph)
     add_both(graph, "run", seed=seed)
-    for name in [name for name in graph if STOCK in name]:
-        del graph[name]
-    message = error_of(server.run(graph)).data["exception_message"]
+    own = {name: each for name, each in graph.items() if STOCK not in name}
+    result = server.run(own)
+    if result.status == "success":
+        assert_equal(server, graph)
+        return
+    message = error_of(result).data["exception_message"]
     assert "the timesteps have shape [2, 5]; this latent needs [2, 1] or [2, 3]" in message
     assert "Context windows may not go together with given frames" in message
 

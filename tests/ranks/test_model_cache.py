@@ -63,10 +63,11 @@ def vae(tmp_path_factory: pytest.TempPathFactory) -> VAESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A job, and what all memory of the machine is meanwhile, as each rank sees it."""
+    """A job, what all memory of the device is meanwhile, as each rank sees it, and what the host's has to spare."""
 
     spec: ModelSpec | VAESpec
     memory: tuple[int, int] = (LOTS, LOTS)
+    host: tuple[int, int] = (LOTS, LOTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def run_moments(rank: int, moments: Sequence[Moment]) -> list[Ended]:
         error, bytes_read = "", 0
         with (
             mock.patch.object(Room, "free", side_effect=free),
-            mock.patch.object(Room, "spare_on_host", return_value=LOTS),
+            mock.patch.object(Room, "spare_on_host", return_value=moment.host[rank]),
             mock.patch.object(Room, "has_host", True),
         ):
             try:
@@ -168,10 +169,15 @@ def test_two_models_change_places_without_being_read_again(
 def test_where_two_do_not_fit_on_each_rank_the_other_one_goes(
     run: Callable[..., list[Ended]], specs: Mapping[str, ModelSpec], memory: tuple[int, int]
 ) -> None:
-    ended = run(*(Moment(spec=specs[name], memory=memory) for name in "aba"))
-    assert held(ended) == ["a", "b", "a"]
-    assert was_read(ended) == [True] * 3
-    assert torch.equal(ended[2].result, ended[0].result)
+    """To host memory, or, where that has no room on either rank, altogether."""
+    for host, expected in (
+        ((LOTS, LOTS), ["a", "(a) b", "(b) a"]),
+        ((LOTS, WEIGHTS // 4), ["a", "b", "a"]),
+    ):
+        ended = run(*(Moment(spec=specs[name], memory=memory, host=host) for name in "aba"))
+        assert held(ended) == expected
+        assert was_read(ended) == [True, True, "(" not in expected[2]]
+        assert torch.equal(ended[2].result, ended[0].result)
 
 
 def test_of_three_the_one_not_used_for_longest_goes(
@@ -209,7 +215,7 @@ def test_model_that_does_not_fit_alone_is_refused(
         Moment(spec=specs["a"]), Moment(spec=specs["b"], memory=small), Moment(spec=specs["a"])
     )
     assert ended[1].error.startswith("the 2 ranks of mesh tp2 together need")
-    assert held(ended) == ["a", "", "a"]
+    assert held(ended) == ["a", "(a)", "a"]
 
 
 def test_replaced_file_is_read_and_what_it_was_goes(
