@@ -245,7 +245,7 @@ def main(folder: Path) -> None:
 
 WITHOUT_STOCK: dict[str, tuple[str, ...]] = {
     # Why stock has nothing that could meet it; files, folders, or functions in them.
-    "a mesh, devices, their memory, other machines": (
+    "a mesh, devices and what they can do, their memory, other machines": (
         "comfy_wan_dist/mesh/degrees.py",
         "comfy_wan_dist/mesh/devices.py",
         "comfy_wan_dist/mesh/layout.py",
