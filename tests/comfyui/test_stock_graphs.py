@@ -237,11 +237,16 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
             "ConditioningSetTimestepRange", conditioning=["positive", 0], start=0.0, end=0.5
         ),
         "strength": node("ConditioningSetAreaStrength", conditioning=["positive", 0], strength=0.0),
-        "start_percent": more("positive", "start_percent", 0.1),
+        **{
+            key: more("positive", key, 0.1)
+            for key in ("start_percent", "concat_mask_index", "clip_start_percent")
+        },
+        "clip_end_percent": more("positive", "clip_end_percent", 0.9),
         **{
             key: more("positive", key, [1])
             for key in ("control", "hooks", "gligen", "time_dim_concat", "noise_concat")
         },
+        **{key: more("positive", key, [1]) for key in ("default", "model_conds", "denoise_mask")},
     }
     for key, changed in cases.items():
         used = {**graph, "changed": changed}

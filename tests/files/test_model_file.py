@@ -607,6 +607,20 @@ def test_variant_of_diffusers_is_the_model_where_there_is_no_other(
     assert read_model_file(str(found[-1])) == folder
 
 
+def test_index_of_a_variant_stands_for_its_folder_unless_there_is_another(tmp_path: Path) -> None:
+    for variant in ("fp16", "bf16"):
+        shard = f"m.{variant}-00001-of-00001.safetensors"
+        index = tmp_path / f"m.safetensors.index.{variant}.json"
+        save_file({variant: torch.zeros(1)}, tmp_path / shard)
+        index.write_text(json.dumps({"weight_map": {variant: shard}}))
+        if variant == "fp16":
+            save_file({"x": torch.zeros(1)}, tmp_path / "another.safetensors")
+            assert names_of(tmp_path) == {"fp16"}
+    assert refusal(lambda: read_model_file(str(tmp_path))).endswith(
+        "holds 'm.safetensors.index.bf16.json', 'm.safetensors.index.fp16.json'; choose one of them"
+    )
+
+
 def test_folder_without_one_model_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

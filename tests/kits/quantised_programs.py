@@ -71,12 +71,20 @@ def load(spec: ModelSpec, plane: PlaneGroups) -> tuple[WanModel, int]:
 
 
 def matrices(rank: int, mesh: str, specs: Sequence[ModelSpec]) -> list[dict[str, Tensor]]:
-    """The unpacked matrices of each file, by name."""
+    """The matrices of each file by name, unpacked or as wide as they are."""
     degrees = mesh_degrees(mesh)
     plane = PlaneGroups(layout=degrees, rank=rank)
+    models = (load(spec, plane)[0] for spec in specs)
     return [
-        {name: weight().clone() for name, weight in packed_weights(load(spec, plane)[0]).items()}
-        for spec in specs
+        {
+            **{name: weight().clone() for name, weight in packed_weights(model).items()},
+            **{
+                name: parameter.detach().clone()
+                for name, parameter in model.named_parameters()
+                if parameter.dim() == 2 and name.endswith("weight")
+            },
+        }
+        for model in models
     ]
 
 

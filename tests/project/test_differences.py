@@ -1,4 +1,4 @@
-"""docs/differences.md names tests that there are. That it is complete is tested where the cases are."""
+"""docs/differences.md names tests that there are. That it is complete: test_refusals.py, and where cases are."""
 
 from __future__ import annotations
 
