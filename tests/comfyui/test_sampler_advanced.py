@@ -55,6 +55,7 @@ CHAINS: dict[str, tuple[Stage, ...]] = {
 """For each latent and solver."""
 
 ODD_CHAINS: dict[str, tuple[Stage, ...]] = {
+    "noise left in": (stage(0, 3),),
     "ends at 0": (stage(0, 2, return_with_leftover_noise="disable"),),
     "noise anew": (stage(0, 3), stage(2, add_noise="enable", noise_seed=3)),
     "a gap": (stage(0, 1), stage(3)),
@@ -182,7 +183,7 @@ def assert_other(results: dict[str, Tensor], one: str, other: str) -> None:
 def test_stages_are_those_of_stock(server: ComfyServer, seed: int, file: str, latent: str) -> None:
     graph = start_graph(file)
     for solver, name in [(solver, name) for solver in STOCK_SOLVERS for name in CHAINS]:
-        chain = {"latent": latent, "seed": seed, "sampler_name": solver}
+        chain: dict[str, Any] = {"latent": latent, "seed": seed, "sampler_name": solver}
         add_chain(graph, f"{solver} {name}", CHAINS[name], **chain)
     results, _ = run(server, graph)
     for solver in STOCK_SOLVERS:
@@ -207,7 +208,7 @@ def test_stages_that_do_not_fit_each_other_are_those_of_stock(
     solvers = ("euler", "uni_pc", "lcm")
     for solver in solvers:
         for name, stages in ODD_CHAINS.items():
-            chain = {"latent": "masked", "seed": seed, "sampler_name": solver}
+            chain: dict[str, Any] = {"latent": "masked", "seed": seed, "sampler_name": solver}
             add_chain(graph, f"{solver} {name}", stages, scheduler="beta", **chain)
     results, _ = run(server, graph)
     for name in [f"{solver} {name}" for solver in solvers for name in ODD_CHAINS]:
@@ -229,7 +230,7 @@ def test_without_a_step_the_latent_stays_as_it_is(server: ComfyServer, seed: int
 
 def test_stages_of_stock_and_ours_go_on_from_each_other(server: ComfyServer, seed: int) -> None:
     graph = start_graph(MODEL)
-    given = {"latent": "masked", "seed": seed, "sampler_name": "uni_pc"}
+    given: dict[str, Any] = {"latent": "masked", "seed": seed, "sampler_name": "uni_pc"}
     kinds = ("stock", "own", "stock+own", "own+stock")
     add_chain(graph, "two", CHAINS["two"], kinds=kinds, **given)
     results, _ = run(server, graph)
@@ -239,7 +240,12 @@ def test_stages_of_stock_and_ours_go_on_from_each_other(server: ComfyServer, see
 
 def test_official_schedule_is_the_same_in_stages(server: ComfyServer, seed: int) -> None:
     graph = start_graph(MODEL)
-    given = {"latent": "plain", "seed": seed, "scheduler": "wan_official", "kinds": ("own",)}
+    given: dict[str, Any] = {
+        "latent": "plain",
+        "seed": seed,
+        "scheduler": "wan_official",
+        "kinds": ("own",),
+    }
     for name, stages in CHAINS.items():
         add_chain(graph, name, stages, **given)
         add_chain(graph, f"unipc {name}", stages, **given, sampler_name="wan_unipc")
@@ -273,7 +279,12 @@ def test_stages_of_given_sigmas_are_those_of_split_sigmas(server: ComfyServer, s
         )
         before = f"stock {index}"
     graph["save stock two"] = save_latent(before)
-    given = {"latent": "plain", "seed": seed, "sampler_name": "uni_pc", "kinds": ("own",)}
+    given: dict[str, Any] = {
+        "latent": "plain",
+        "seed": seed,
+        "sampler_name": "uni_pc",
+        "kinds": ("own",),
+    }
     add_chain(graph, "two", CHAINS["two"], **given, sigmas=["sigmas", 0])
     graph["text"] = node("PreviewAny", source=["own two 1", 1])
     results, texts = run(server, graph)
@@ -287,7 +298,13 @@ def test_each_expert_does_its_steps_of_a_stage(server: ComfyServer, seed: int) -
     """Sigmas 1, 0.96, 0.91, then 0.83, below the boundary of 0.875: where the graph cuts does not matter."""
     graph = start_graph(T2V_FILE)
     graph["model"]["inputs"]["low_noise_model"] = LOW_NOISE_FILE
-    given = {"latent": "plain", "seed": seed, "steps": 6, "low_noise_cfg": 2.0, "kinds": ("own",)}
+    given: dict[str, Any] = {
+        "latent": "plain",
+        "seed": seed,
+        "steps": 6,
+        "low_noise_cfg": 2.0,
+        "kinds": ("own",),
+    }
     chains = {
         "one": ((stage(0),), ["3, by the low-noise expert: 3"]),
         "early": (
