@@ -19,6 +19,7 @@ async def comfy_entrypoint() -> ComfyExtension:
     from .nodes.model import Model
     from .nodes.plan import PlanMesh
     from .nodes.sampler import Sampler
+    from .nodes.sampler_advanced import SamplerAdvanced
     from .nodes.save_conditioning import SaveConditioning
     from .nodes.vae_decode import VAEDecode
 
@@ -27,6 +28,7 @@ async def comfy_entrypoint() -> ComfyExtension:
             return [
                 LoadModel,
                 Sampler,
+                SamplerAdvanced,
                 VAEDecode,
                 ImageToVideoLatent,
                 SaveConditioning,

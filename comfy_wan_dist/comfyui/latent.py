@@ -96,19 +96,20 @@ def _plain_samples(latent: Latent, *, channels: int, needs: str) -> Tensor:
 
 
 def prepare_sampling(
-    latent: Latent, shape: WanShape, *, seed: int, sampler: str, schedule: Schedule
+    latent: Latent,
+    shape: WanShape,
+    *,
+    seed: int,
+    sampler: str,
+    schedule: Schedule,
+    add_noise: bool = True,
 ) -> SamplingTensors:
-    """Noise, normalise and mask a LATENT as a stock KSampler does for this model, seed and sigmas."""
+    """Noise, normalise and mask a LATENT as a stock KSampler does for this model, seed and sigmas.
+
+    Without add_noise the latent has its noise already; what a solver adds after its steps comes from the seed still.
+    """
     samples = latent_for_model(latent, shape)
-    batch_index = latent.get("batch_index")
-    if batch_index is not None and len(batch_index) != samples.shape[0]:
-        raise ConfigError(
-            f"the latent has {samples.shape[0]} samples but a batch_index of {len(batch_index)}; they must be as many"
-        )
-    # ComfyUI draws the noise in the latent's own dtype.
-    given = latent["samples"]
-    like = given.cpu() if given.is_floating_point() else samples
-    noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
+    noise = _start_noise(latent, samples, seed) if add_noise else torch.zeros_like(samples)
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
         latent_format(shape.out_dim).process_in(samples)
@@ -130,6 +131,19 @@ def prepare_sampling(
         frame_mask=frame_mask,
         step_noise=_step_noise(noise, seed, schedule) if find_solver(sampler).needs_noise else None,
     )
+
+
+def _start_noise(latent: Latent, samples: Tensor, seed: int) -> Tensor:
+    batch_index = latent.get("batch_index")
+    if batch_index is not None and len(batch_index) != samples.shape[0]:
+        raise ConfigError(
+            f"the latent has {samples.shape[0]} samples but a batch_index of {len(batch_index)}; they must be as many"
+        )
+    # ComfyUI draws the noise in the latent's own dtype.
+    given = latent["samples"]
+    like = given.cpu() if given.is_floating_point() else samples
+    noise: Tensor = comfy.sample.prepare_noise(like, seed, batch_index).float()
+    return noise
 
 
 def full_mask(mask: Tensor, shape: torch.Size) -> Tensor:

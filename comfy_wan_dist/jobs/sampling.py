@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from typing import Any
 
 from torch import Tensor
 
-from ..comfyui.conditioning import Prompt
-from ..comfyui.latent import SamplingTensors
+from ..comfyui.conditioning import Conditioning, Prompt, read_prompt
+from ..comfyui.latent import (
+    Latent,
+    SamplingTensors,
+    finish_sampling,
+    fit_latent,
+    prepare_sampling,
+)
 from ..group.queue import Piece
+from ..ipc.errors import ConfigError
 from ..ipc.messages import COND, UNCOND, Condition, SampleRequest, TensorRef
 from ..ipc.shared import split_ref
 from ..mesh.choice import choose_job_mesh, joint_samples, piece_sizes
@@ -18,14 +28,71 @@ from ..mesh.flops import rank_flops
 from ..mesh.report import job_text
 from ..mesh.workload import requested_workload
 from ..solvers.schedules import Schedule
-from .experts import Experts
-from .handle import ResolvedModel
-from .session import Session, open_session, planes_for
+from .experts import Experts, choose_experts
+from .handle import ModelHandle, ResolvedModel
+from .session import Session, open_session, planes_for, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerInputs:
+    """What a sampler node was given, but the schedule, which each makes in its own way.
+
+    add_noise: to the latent, before the first step. low_noise_cfg, boundary: 0 for those of choose_experts.
+    """
+
+    model: ModelHandle
+    positive: Conditioning
+    negative: Conditioning
+    latent: Latent
+    seed: int
+    solver: str
+    cfg: float
+    low_noise_cfg: float
+    boundary: float
+    add_noise: bool = True
+
+
+async def sample_latent(given: SamplerInputs, schedule: Schedule) -> tuple[dict[str, Any], str]:
+    """The LATENT that a stock KSampler would return, and the report. Raises ConfigError and what the ranks raise."""
+    numbers = {"cfg": given.cfg, "low_noise_cfg": given.low_noise_cfg, "boundary": given.boundary}
+    for name, value in numbers.items():
+        if not isfinite(value):
+            raise ConfigError(f"{name} is {value}; it must be a number")
+    model = resolve(given.model)
+    latent = fit_latent(given.latent, model.shape)
+    if not schedule.timesteps:
+        return latent, "no steps: nothing was computed"
+    experts = choose_experts(
+        model,
+        schedule,
+        cfg=given.cfg,
+        low_noise_cfg=given.low_noise_cfg or None,
+        boundary=given.boundary or None,
+    )
+    tensors = prepare_sampling(
+        latent,
+        model.shape,
+        seed=given.seed,
+        sampler=given.solver,
+        schedule=schedule,
+        add_noise=given.add_noise,
+    )
+    prompt = partial(read_prompt, shape=model.shape, tensors=tensors)
+    sampling = Sampling(
+        tensors=tensors,
+        cond=prompt(given.positive, label="positive"),
+        uncond=prompt(given.negative, label="negative") if experts.is_guided else None,
+        schedule=schedule,
+        solver=given.solver,
+        experts=experts,
+    )
+    result, report = await sample(sampling, model)
+    return finish_sampling(latent, result), report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What a sampler node was asked for. Without uncond there is no guidance.
+    """What the ranks are to do, as the pieces are cut from it. Without uncond there is no guidance.
 
     experts: who predicts, in turn.
     """

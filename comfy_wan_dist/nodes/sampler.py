@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
 
-from ..comfyui.conditioning import Conditioning, read_prompt
-from ..comfyui.latent import Latent, finish_sampling, fit_latent, prepare_sampling
-from ..comfyui.schedule import build_schedule, list_schedulers, sigmas_schedule
+from ..comfyui.conditioning import Conditioning
+from ..comfyui.latent import Latent
+from ..comfyui.schedule import build_schedule, sigmas_schedule
 from ..ipc.errors import ConfigError
-from ..jobs import session
-from ..jobs.experts import choose_experts
 from ..jobs.handle import ModelHandle
-from ..jobs.sampling import Sampling, sample
+from ..jobs.sampling import SamplerInputs, sample_latent
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
-from ..solvers.table import solver_names
-from .inputs import CATEGORY, WanDistModel, cfg_input
+from .inputs import CATEGORY
+from .sampling_inputs import (
+    expert_inputs,
+    model_input,
+    prompt_and_latent_inputs,
+    sampling_outputs,
+    seed_input,
+    sigmas_input,
+    solver_inputs,
+)
 
 NO_PRESET = "off"
 
@@ -34,52 +38,10 @@ class Sampler(io.ComfyNode):
             "planes of a dp mesh. Same seed, sampler, scheduler and shift give the same video as ComfyUI's KSampler "
             "behind ModelSamplingSD3.",
             inputs=[
-                WanDistModel.Input("model", tooltip="From Wan Dist Load Model or Wan Dist LoRA."),
-                io.Conditioning.Input(
-                    "positive",
-                    tooltip="What the video should show: CLIPTextEncode with the umT5 encoder.",
-                ),
-                io.Conditioning.Input(
-                    "negative", tooltip="What it should not show. Not used at cfg 1."
-                ),
-                io.Latent.Input(
-                    "latent_image",
-                    tooltip="From Wan22ImageToVideoLatent or Wan Dist Image To Video Latent for TI2V models; from "
-                    "EmptyHunyuanLatentVideo or WanImageToVideo for A14B and Wan2.1.",
-                ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=True,
-                    tooltip="Seed of the noise; the same as in KSampler.",
-                ),
-                io.Int.Input(
-                    "steps", default=20, min=1, max=10000, tooltip="Denoising steps, 1 to 10000."
-                ),
-                cfg_input("Guidance scale, 0 to 100. At 1 the negative prompt is not computed."),
-                io.Combo.Input(
-                    "sampler_name",
-                    options=list(solver_names()),
-                    default="uni_pc",
-                    tooltip="ComfyUI's samplers by their names; wan_unipc is the UniPC of the official Wan code.",
-                ),
-                io.Combo.Input(
-                    "scheduler",
-                    options=list_schedulers(),
-                    default="simple",
-                    tooltip="ComfyUI's schedulers; wan_official is the schedule of the official Wan code.",
-                ),
-                io.Float.Input(
-                    "shift",
-                    default=8.0,
-                    min=0.01,
-                    max=100.0,
-                    step=0.01,
-                    tooltip="Shift of the noise schedule, as in ModelSamplingSD3: 8 in ComfyUI's template, 5 in the "
-                    "official code.",
-                ),
+                model_input(),
+                *prompt_and_latent_inputs(),
+                seed_input("seed", stock="KSampler"),
+                *solver_inputs(),
                 io.Float.Input(
                     "denoise",
                     default=1.0,
@@ -97,37 +59,10 @@ class Sampler(io.ComfyNode):
                     "it samples with lcm, cfg 1 and the model's own sigmas, and steps, cfg, sampler_name, scheduler, "
                     "shift and denoise are not used.",
                 ),
-                io.Sigmas.Input(
-                    "sigmas",
-                    optional=True,
-                    tooltip="From ManualSigmas, OptimalStepsScheduler or another node that needs no MODEL, falling "
-                    "from 1 to 0. If connected, steps, scheduler, shift and denoise are not used.",
-                ),
-                io.Float.Input(
-                    "boundary",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.005,
-                    round=0.001,
-                    optional=True,
-                    tooltip="For a model with a low_noise_model, 0 to 1: the second expert predicts where the noise is "
-                    "below this. 0: the model's own, 0.875 for text-to-video, 0.9 for image-to-video.",
-                ),
-                cfg_input(
-                    "Guidance scale of the low_noise_model, 0 to 100. 0: the same as cfg.",
-                    name="low_noise_cfg",
-                    default=0.0,
-                    optional=True,
-                ),
+                sigmas_input("steps, scheduler, shift and denoise"),
+                *expert_inputs(),
             ],
-            outputs=[
-                io.Latent.Output(display_name="latent"),
-                io.String.Output(
-                    display_name="report",
-                    tooltip="The LoRAs, the mesh, the time, the memory, and what the GPUs sent to each other, as text.",
-                ),
-            ],
+            outputs=sampling_outputs(),
         )
 
     @classmethod
@@ -155,39 +90,24 @@ class Sampler(io.ComfyNode):
             sampler_name, cfg, low_noise_cfg = FEW_STEP_SOLVER, 1.0, 0.0
         elif sigmas is not None:
             schedule = sigmas_schedule(sigmas)
-            note = f"sigmas {_listed(schedule)}; not used: steps, scheduler, shift, denoise\n\n"
+            note = f"sigmas {schedule.listed()}; not used: steps, scheduler, shift, denoise\n\n"
         else:
             schedule = build_schedule(
                 sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
             )
-        for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
-            if not isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be a number")
-        resolved = session.resolve(model)
-        latent_image = fit_latent(latent_image, resolved.shape)
-        if not schedule.timesteps:
-            return io.NodeOutput(latent_image, "no steps: nothing was computed")
-        experts = choose_experts(
-            resolved,
-            schedule,
-            cfg=cfg,
-            low_noise_cfg=low_noise_cfg or None,
-            boundary=boundary or None,
-        )
-        tensors = prepare_sampling(
-            latent_image, resolved.shape, seed=seed, sampler=sampler_name, schedule=schedule
-        )
-        prompt = partial(read_prompt, shape=resolved.shape, tensors=tensors)
-        sampling = Sampling(
-            tensors=tensors,
-            cond=prompt(positive, label="positive"),
-            uncond=prompt(negative, label="negative") if experts.is_guided else None,
-            schedule=schedule,
+        given = SamplerInputs(
+            model=model,
+            positive=positive,
+            negative=negative,
+            latent=latent_image,
+            seed=seed,
             solver=sampler_name,
-            experts=experts,
+            cfg=cfg,
+            low_noise_cfg=low_noise_cfg,
+            boundary=boundary,
         )
-        latent, report = await sample(sampling, resolved)
-        return io.NodeOutput(finish_sampling(latent_image, latent), note + report)
+        latent, report = await sample_latent(given, schedule)
+        return io.NodeOutput(latent, note + report)
 
 
 def _few_step(name: str, model: ModelHandle, *, has_sigmas: bool) -> tuple[Schedule, str]:
@@ -206,11 +126,6 @@ def _few_step(name: str, model: ModelHandle, *, has_sigmas: bool) -> tuple[Sched
         )
     schedule = FEW_STEP[name]
     return schedule, (
-        f"few_step {name}: {FEW_STEP_SOLVER}, cfg 1, sigmas {_listed(schedule)}; not used: steps, cfg, sampler_name, "
+        f"few_step {name}: {FEW_STEP_SOLVER}, cfg 1, sigmas {schedule.listed()}; not used: steps, cfg, sampler_name, "
         "scheduler, shift, denoise\n\n"
     )
-
-
-def _listed(schedule: Schedule) -> str:
-    shown = [f"{sigma:.6g}" for sigma in schedule.sigmas]
-    return ", ".join(shown if len(shown) <= 12 else [*shown[:10], "...", shown[-1]])

@@ -40,6 +40,11 @@ class Schedule:
     timesteps: tuple[float, ...]
     start: float
 
+    def listed(self) -> str:
+        """The sigmas as a report shows them."""
+        shown = [f"{sigma:.6g}" for sigma in self.sigmas]
+        return ", ".join(shown if len(shown) <= 12 else [*shown[:10], "...", shown[-1]])
+
 
 FEW_STEP = {
     # The nearest entries of a table at shift 8; the model is told the whole numbers nevertheless.
@@ -108,6 +113,29 @@ def given_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> Sche
     points = validate_sigmas(numbers, source=source)
     timesteps = tuple(sigma * TRAIN_TIMESTEPS for sigma in points[:-1])
     return Schedule(sigmas=points, timesteps=timesteps, start=points[0])
+
+
+def cut_schedule(schedule: Schedule, *, start: int, end: int, leftover_noise: bool) -> Schedule:
+    """Steps `start` to `end`, without the latter, of a schedule, as ComfyUI's KSampler cuts one.
+
+    leftover_noise: where `end` comes before the last step, end at its sigma; otherwise at 0 instead of it.
+
+    Empty where no step is left. Raises ConfigError, also for an end at sigma 1, where there is nothing but noise.
+    """
+    if start < 0 or end < 0:
+        raise ConfigError(
+            f"start_at_step is {start} and end_at_step {end}; they count steps from 0 on"
+        )
+    points = schedule.sigmas[start : end + 1]
+    if len(points) < 2:
+        return Schedule(sigmas=(), timesteps=(), start=0.0)
+    if end < len(schedule.timesteps) and not leftover_noise:
+        points = (*points[:-1], 0.0)
+    return Schedule(
+        sigmas=validate_sigmas(points, source=f"the sigmas from step {start} to {end}"),
+        timesteps=schedule.timesteps[start:end],
+        start=points[0] if start else schedule.start,
+    )
 
 
 def validate_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> tuple[float, ...]:

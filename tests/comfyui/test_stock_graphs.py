@@ -125,7 +125,21 @@ def all_nodes(seed: int) -> Graph:
     graph = image_to_video(seed=seed, steps=2, length=5)
     graph["lora"] = node("WanDistLoRA", model=["model", 0], lora_name=LORA, strength=0.5)
     graph["sampler"]["inputs"]["model"] = ["lora", 0]
-    graph["save"] = graphs.save_latent("sampler")
+    parts = {
+        key: ["sampler", 0] if key == "latent_image" else value
+        for key, value in (graph["sampler"]["inputs"].items())
+        if key not in ("seed", "denoise")
+    }
+    graph["advanced"] = node(
+        "WanDistSamplerAdvanced",
+        **parts,
+        add_noise="enable",
+        noise_seed=seed,
+        start_at_step=1,
+        end_at_step=2,
+        return_with_leftover_noise="disable",
+    )
+    graph["save"] = graphs.save_latent("advanced")
     graph["saved"] = node(
         "WanDistSaveConditioning", conditioning=["positive", 0], filename_prefix=f"linked/{seed}"
     )

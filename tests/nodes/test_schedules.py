@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from comfy_wan_dist.ipc.errors import ConfigError
-from comfy_wan_dist.solvers.schedules import given_sigmas, wan_official
+from comfy_wan_dist.solvers.schedules import Schedule, cut_schedule, given_sigmas, wan_official
 
 
 def official_points(steps: int, shift: float) -> tuple[list[float], list[int]]:
@@ -82,3 +82,47 @@ def test_wan_official_refuses_what_is_out_of_range(
 
 def test_timesteps_of_given_sigmas_are_unrounded_and_leave_out_the_last_sigma() -> None:
     assert given_sigmas((1.0, 0.9959, 0.0)).timesteps == pytest.approx((1000.0, 995.9))
+
+
+# ---- parts of a schedule; which sigmas stock takes is compared in test_stock_schedules.py
+
+
+def cut(schedule: Schedule, start: int, end: int, *, leftover_noise: bool = True) -> Schedule:
+    return cut_schedule(schedule, start=start, end=end, leftover_noise=leftover_noise)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_parts_with_leftover_noise_are_the_whole(split: int) -> None:
+    for whole in (wan_official(4, 5.0), given_sigmas((1.0, 0.8, 0.6, 0.4, 0.2))):
+        first, second = cut(whole, 0, split), cut(whole, split, 10000, leftover_noise=False)
+        assert first.sigmas == whole.sigmas[: split + 1]
+        assert second.sigmas == whole.sigmas[split:]
+        # What the model is told is not made anew: the official code's timesteps are rounded.
+        assert first.timesteps + second.timesteps == whole.timesteps
+        # The official code starts from noise alone; a part that goes on has what its sigma says.
+        assert (first.start, second.start) == (whole.start, whole.sigmas[split])
+        assert cut(whole, 0, 4, leftover_noise=False) == whole
+
+
+def test_part_without_leftover_noise_ends_at_0() -> None:
+    whole = given_sigmas((1.0, 0.75, 0.5, 0.25, 0.0))
+    part = cut(whole, 1, 3, leftover_noise=False)
+    assert part == Schedule(sigmas=(0.75, 0.5, 0.0), timesteps=(750.0, 500.0), start=0.75)
+
+
+@pytest.mark.parametrize(("start", "end"), [(4, 10000), (9, 10000), (2, 2), (3, 1), (0, 0)])
+def test_part_without_a_step_is_empty(start: int, end: int) -> None:
+    part = cut(given_sigmas((1.0, 0.75, 0.5, 0.25, 0.0)), start, end)
+    assert part == cut(given_sigmas(()), 0, 10000) == Schedule(sigmas=(), timesteps=(), start=0.0)
+
+
+def test_part_that_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"start_at_step is -1 and end_at_step 3; .*from 0 on"):
+        cut(given_sigmas((1.0, 0.5, 0.0)), -1, 3)
+    with pytest.raises(ConfigError, match="end_at_step -1;"):
+        cut(given_sigmas((1.0, 0.5, 0.0)), 0, -1)
+    # Where all is noise stock divides by 0.
+    level = given_sigmas((1.0, 1.0, 0.5, 0.0))
+    with pytest.raises(ConfigError, match="value 1 of the sigmas from step 0 to 1 is 1.0"):
+        cut(level, 0, 1)
+    assert cut(level, 0, 1, leftover_noise=False).sigmas == (1.0, 0.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ REFUSED: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("sparse", 3, ("scheduler 'sparse' fails for 3 steps", "another scheduler")),
     ("nowhere", 3, ("scheduler 'nowhere' is not offered; choose simple",)),
 )
+CUTS: tuple[tuple[str, str, int], ...] = (
+    # sampler, scheduler, steps: each is cut at every step and beyond
+    ("euler", "simple", 5),
+    ("uni_pc", "simple", 5),
+    ("lcm", "ddim_uniform", 7),
+)
+ENDS = (*range(10), 10000)
 GIVEN = ("sparse", "complex", "list", "two dims")
 """SIGMAS that are no list of numbers."""
 
@@ -47,6 +55,7 @@ def main(path: Path) -> None:
 
     from comfy_wan_dist.comfyui.schedule import build_schedule, sigmas_schedule
     from comfy_wan_dist.ipc.errors import ConfigError
+    from comfy_wan_dist.solvers.schedules import cut_schedule
     from comfy_wan_dist.solvers.table import build_solver
 
     made: dict[str, Callable[[Any, int], Any]] = {
@@ -107,7 +116,38 @@ def main(path: Path) -> None:
         "two dims": sigmas[None],
     }
     said_of_given = [refusal(lambda name=name: sigmas_schedule(given[name])) for name in GIVEN]  # type: ignore[misc]
-    path.write_text(json.dumps({"equal": equal, "said": said, "given": said_of_given}))
+    # What KSampler hands to the function that samples, which is not called where it returns the latent as it is.
+    taken: list[list[float]] = []
+
+    def take(*arguments: Any, **_: Any) -> None:
+        taken.append(arguments[7].tolist())
+
+    comfy.samplers.sample = take
+    cuts = []
+    for sampler, scheduler, steps in CUTS:
+        whole = build_schedule(
+            sampler=sampler, scheduler=scheduler, steps=steps, shift=5.0, denoise=1.0
+        )
+        for start, end, leftover_noise in product(range(10), ENDS, (True, False)):
+            taken.clear()
+            stock = comfy.samplers.KSampler(
+                Model(5.0), steps, torch.device("cpu"), sampler, scheduler, 1.0, model_options={}
+            )
+            stock.sample(
+                None,
+                None,
+                None,
+                1.0,
+                latent_image=torch.zeros(1),
+                start_step=start,
+                last_step=end,
+                force_full_denoise=not leftover_noise,
+            )
+            own = cut_schedule(whole, start=start, end=end, leftover_noise=leftover_noise)
+            cuts.append([list(own.sigmas), *(taken or [[]])])
+    path.write_text(
+        json.dumps({"equal": equal, "said": said, "given": said_of_given, "cuts": cuts})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +160,13 @@ def outcome(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def test_schedules_are_those_of_ksampler(outcome: dict[str, Any]) -> None:
     assert outcome["equal"] == [True] * len(SCHEDULES)
+
+
+def test_parts_are_those_of_ksampler(outcome: dict[str, Any]) -> None:
+    assert len(outcome["cuts"]) == len(CUTS) * 10 * len(ENDS) * 2
+    assert len({tuple(own) for own, _ in outcome["cuts"]}) > 100
+    for own, stock in outcome["cuts"]:
+        assert own == stock
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
