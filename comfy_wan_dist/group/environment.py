@@ -50,7 +50,7 @@ def child_environment(
     child = {
         name: value
         for name, value in environment.items()
-        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+        if value and name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
     child["CUDA_VISIBLE_DEVICES"] = _visible_devices(environment, devices)
     search = [str(pack_root), *filter(None, [environment.get("PYTHONPATH")])]
