@@ -101,14 +101,18 @@ def prepare_sampling(
     """Noise, normalise and mask a LATENT as a stock KSampler does for this model, seed and sigmas."""
     samples = latent_for_model(latent, shape)
     batch_index = latent.get("batch_index")
-    if batch_index is not None and len(batch_index) != samples.shape[0]:
-        raise ConfigError(
-            f"the latent has {samples.shape[0]} samples but a batch_index of {len(batch_index)}; they must be as many"
-        )
     # ComfyUI draws the noise in the latent's own dtype.
     given = latent["samples"]
     like = given.cpu() if given.is_floating_point() else samples
-    noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
+    try:
+        noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
+        # Where one side has one sample, it serves all of the other.
+        noise, samples = torch.broadcast_tensors(noise, samples)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"no noise can be made of seed {seed} for {samples.shape[0]} samples with the batch_index {batch_index}: "
+            f"{error}; take a seed from 0 to 2**64 - 1, and a batch_index for each sample, or none"
+        ) from error
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
         latent_format(shape.out_dim).process_in(samples)

@@ -2,7 +2,7 @@
 
 ComfyUI sets variables for itself that would change or break the ranks, and a ComfyUI that was
 itself started by a launcher hands on that launcher's variables. Everything else (paths, proxies,
-NCCL tuning) is the user's and stays.
+NCCL tuning) is the user's and stays, unless it is empty, which some libraries would take for a number.
 """
 
 from __future__ import annotations
