@@ -9,7 +9,7 @@ from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import start_latent
 from ..mesh.vae_shape import FRAME_STRIDE
-from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs, validate_values
+from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs, validate_types
 from .vae_inputs import VAENode, memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 
@@ -76,7 +76,7 @@ class ImageToVideoLatent(VAENode):
         end_image: Tensor | None = None,
         memory: str = "auto",
     ) -> io.NodeOutput:
-        validate_values(cls.execute, locals())
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         sizes = (width, height, length, batch_size)
         if not 1 <= min(sizes) <= max(sizes) <= MAX_SIZE:
             raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import inf
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -20,7 +19,7 @@ PIXELS = VAE_STRIDE * PATCH_SIZE[-1]
 """Height and width of a token."""
 MAX_SIZE = 16384
 _NUMBERS: dict[Any, Any] = {int: Integral, float: Real}
-_WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def size_inputs(tooltip: str) -> list[io.Input]:
@@ -46,19 +45,18 @@ def cfg_input(
     )
 
 
-def validate_values(execute: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Refuse what is not of the type that a node's `execute` names, or is no finite number. Raises ConfigError.
+def validate_types(execute: Callable[..., Any], types: Mapping[str, type]) -> None:
+    """Refuse values of other types than a node's `execute` names. Raises ConfigError.
 
     ComfyUI looks at what a widget says, and hands on from a link whatever comes.
     """
     for name, hint in get_type_hints(execute).items():
-        if hint is Any or name not in values:
+        if hint is Any or name not in types:
             continue
-        value: Any = values[name]
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        types = tuple(_NUMBERS.get(kind) or get_origin(kind) or kind for kind in kinds)
-        is_number = isinstance(value, Real)
-        if not isinstance(value, types) or (is_number and not abs(value) < inf):
-            got = value if is_number else f"of type {type(value).__name__}"
+        allowed = tuple(_NUMBERS.get(kind) or get_origin(kind) or kind for kind in kinds)
+        if not issubclass(types[name], allowed):
             needed = " or ".join(_WORDS.get(kind, kind.__name__) for kind in kinds)
-            raise ConfigError(f"{name} is {got}; it must be {needed}: look at what is linked to it")
+            raise ConfigError(
+                f"{name} is of type {types[name].__name__}; it must be {needed}: look at what is linked to it"
+            )

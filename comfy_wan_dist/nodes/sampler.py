@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
@@ -17,7 +18,7 @@ from ..jobs.handle import ModelHandle
 from ..jobs.sampling import Sampling, sample
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
 from ..solvers.table import solver_names
-from .inputs import CATEGORY, WanDistModel, cfg_input, validate_values
+from .inputs import CATEGORY, WanDistModel, cfg_input, validate_types
 
 NO_PRESET = "off"
 
@@ -148,7 +149,7 @@ class Sampler(io.ComfyNode):
         boundary: float = 0.0,
         low_noise_cfg: float = 0.0,
     ) -> io.NodeOutput:
-        validate_values(cls.execute, locals())
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         note = ""
         if few_step != NO_PRESET:
             schedule, note = _few_step(few_step, model, has_sigmas=sigmas is not None)
@@ -160,6 +161,9 @@ class Sampler(io.ComfyNode):
             schedule = build_schedule(
                 sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
             )
+        for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
+            if not isfinite(value):
+                raise ConfigError(f"{name} is {value}; it must be a number")
         resolved = session.resolve(model)
         latent_image = fit_latent(latent_image, resolved.shape)
         if not schedule.timesteps:

@@ -10,7 +10,7 @@ from ..comfyui.latent import Latent
 from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import decode_latent
-from .inputs import CATEGORY, WanDistModel, validate_values
+from .inputs import CATEGORY, WanDistModel, validate_types
 from .vae_inputs import VAENode, memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
@@ -61,7 +61,7 @@ class VAEDecode(VAENode):
         image_dtype: str = "float32",
         memory: str = "auto",
     ) -> io.NodeOutput:
-        validate_values(cls.execute, locals())
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         memory_bytes = parse_memory(memory)
         if image_dtype not in IMAGE_DTYPES:
             raise ConfigError(
