@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import comfy.model_sampling
@@ -32,7 +31,7 @@ def build_schedule(
     """
     # As ComfyUI does, denoise above 1 is taken for 1, and below 0 for 0.
     is_short = 1 <= steps <= MAX_STEPS and (denoise <= 0 or steps <= denoise * MAX_WHOLE_STEPS)
-    if not (is_short and 0 < shift < math.inf):
+    if not (is_short and 0 < shift <= 1e30):
         raise ConfigError(
             f"shift is {shift}, steps {steps} and denoise {denoise}; shift must be above 0, steps from 1 to "
             f"{MAX_STEPS}, and denoise 0 or at least steps/{MAX_WHOLE_STEPS}"

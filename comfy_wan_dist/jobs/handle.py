@@ -76,7 +76,7 @@ class ModelHandle:
             )
         if strength == 0:
             return self
-        lora = LoraHandle(path=path, strength=strength, expert=expert)
+        lora = LoraHandle(path=path, strength=float(strength), expert=expert)
         return replace(self, loras=(*self.loras, lora))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from comfy_api.latest import io
@@ -162,8 +161,8 @@ class Sampler(io.ComfyNode):
                 sampler=sampler_name, scheduler=scheduler, steps=steps, shift=shift, denoise=denoise
             )
         for name, value in (("cfg", cfg), ("low_noise_cfg", low_noise_cfg), ("boundary", boundary)):
-            if not isfinite(value):
-                raise ConfigError(f"{name} is {value}; it must be a number")
+            if not abs(value) <= 1e30:  # NaN, or beyond what ranks compute in
+                raise ConfigError(f"{name} is {value}; it must be a number from -1e30 to 1e30")
         resolved = session.resolve(model)
         latent_image = fit_latent(latent_image, resolved.shape)
         if not schedule.timesteps:
@@ -171,8 +170,8 @@ class Sampler(io.ComfyNode):
         experts = choose_experts(
             resolved,
             schedule,
-            cfg=cfg,
-            low_noise_cfg=low_noise_cfg or None,
+            cfg=float(cfg),
+            low_noise_cfg=float(low_noise_cfg) or None,
             boundary=boundary or None,
         )
         tensors = prepare_sampling(

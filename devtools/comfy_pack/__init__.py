@@ -19,6 +19,7 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 import node_helpers
+import numpy
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -113,7 +114,7 @@ class AnyType(str):
 
 
 class LinkedValue:
-    """A value from JSON, for inputs that are widgets otherwise: of any type, and as a choice."""
+    """A value from JSON, for inputs that are widgets otherwise: of any type, and as a choice. `numpy`: in 32 bits."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
@@ -124,6 +125,8 @@ class LinkedValue:
     CATEGORY = "test"
 
     def give(self, value: str) -> tuple[Any, Any]:
+        if value.startswith("numpy "):
+            return (numpy.float32(value.removeprefix("numpy ")),) * 2
         return (json.loads(value),) * 2
 
 

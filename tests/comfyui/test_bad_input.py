@@ -466,6 +466,10 @@ def test_links_of_another_type_are_refused_by_the_inputs_name(
         ("sampler", {"steps": 2**70}, ["steps 1180591620717411303424", "from 1 to 10000"]),
         ("sampler", {"steps": 0}, ["steps 0"]),
         ("sampler", {"denoise": 1e-300}, ["denoise 1e-300"]),
+        ("sampler", {"cfg": 1e300}, ["cfg is 1e+300", "to 1e30"]),  # beyond float32
+        ("sampler", {"cfg": 10**400}, ["cfg is 1000", "to 1e30"]),
+        ("sampler", {"shift": 10**400}, ["shift is 1000"]),
+        ("positive", {"file": "x" * 9999}, ["is not a file in"]),
         ("sampler", {"seed": 2**64}, ["seed 18446744073709551616", "2**64 - 1"]),
         ("latent", {"width": -16}, ["(-16, 64, 9, 1)", "from 1 to 16384"]),
         ("latent", {"batch_size": 2**70}, ["batch_size", "1180591620717411303424"]),
@@ -476,12 +480,15 @@ def test_linked_numbers_beyond_what_can_be_done_are_refused(
 ) -> None:
     """A widget keeps to its range, a link does not."""
     graph = sampled_latent(seed=seed, steps=1, scheduler="wan_official")
+    succeed(server, graph)
+    group = group_of(server)
     for key, value in inputs.items():
         graph[key] = node("LinkedValue", value=json.dumps(value))
         graph[at]["inputs"][key] = [key, 0]
     failure = error_of(server.run(graph, timeout_s=20)).data
     assert (failure["node_id"], failure["exception_type"].rpartition(".")[2]) == (at, "ConfigError")
     assert_says(failure["exception_message"], words)
+    assert group_of(server).pids == group.pids
 
 
 # ---- latents

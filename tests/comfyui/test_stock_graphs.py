@@ -201,6 +201,20 @@ def test_replaced_files_are_noticed_unless_their_names_are_linked(
     assert executed(linked) == set()
 
 
+def test_numbers_of_numpy_are_numbers(server: ComfyServer, seed: int) -> None:
+    """As nodes for arithmetic give them."""
+    graph = all_nodes(seed)
+    expected = latent_of(server, succeed(server, graph))
+    for name, key in (
+        *(("sampler", key) for key in ("cfg", "shift", "denoise", "low_noise_cfg", "boundary")),
+        ("lora", "strength"),
+    ):
+        value = graph[name]["inputs"].get(key, 0.0)
+        graph[f"{name} {key}"] = node("LinkedValue", value=f"numpy {value}")
+        graph[name]["inputs"][key] = [f"{name} {key}", ANY]
+    assert torch.equal(latent_of(server, succeed(server, graph)), expected)
+
+
 # ---- conditioning with more in it
 
 
