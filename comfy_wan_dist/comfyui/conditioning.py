@@ -120,16 +120,13 @@ def _image_channels(
     return torch.cat([x.expand(batch, -1, -1, -1, -1) for x in (known, image)], dim=1)
 
 
-def _fitted(x: object, latent: Tensor, *, channels: tuple[int, ...], label: str) -> Tensor:
+def _fitted(x: Any, latent: Tensor, *, channels: tuple[int, ...], label: str) -> Tensor:
     """`x` in the latent's height and width. Raises ConfigError for what is not [1 or B, C, T, *, *] and finite."""
     batch, _, frames, height, width = latent.shape
+    is_video = isinstance(x, Tensor) and x.dim() == 5 and 0 not in x.shape
     if (
-        not isinstance(x, Tensor)
-        or x.dim() != 5
-        or x.shape[0] not in (1, batch)
-        or x.shape[1] not in channels
+        not (is_video and x.shape[0] in (1, batch) and x.shape[1] in channels)
         or x.shape[2] != frames
-        or 0 in x.shape
     ):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ConfigError(

@@ -491,7 +491,31 @@ def test_linked_numbers_beyond_what_can_be_done_are_refused(
     assert group_of(server).pids == group.pids
 
 
+@pytest.mark.parametrize("prefix", ["x" * 300, "zero\0", "half\ud800"])
+def test_name_that_no_file_can_have_is_refused(server: ComfyServer, prefix: str) -> None:
+    graph = {
+        "load": node("WanDistLoadConditioning", file=f"{POSITIVE} [input]"),
+        "save": node("WanDistSaveConditioning", conditioning=["load", 0], filename_prefix=prefix),
+    }
+    failure = error_of(server.run(graph)).data
+    assert failure["exception_type"].endswith("ModelFileError"), failure
+    assert "cannot be written" in failure["exception_message"]
+
+
 # ---- latents
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_mask_that_cannot_be_meant_is_refused(
+    refuse: Callable[..., str], seed: int, value: str
+) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["value"] = node("LinkedValue", value=value)
+    graph["mask"] = node("SolidMask", value=["value", 0], width=96, height=64)
+    graph["masked"] = node("SetLatentNoiseMask", samples=["latent", 0], mask=["mask", 0])
+    graph["sampler"]["inputs"]["latent_image"] = ["masked", 0]
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["noise_mask", "NaN", "values from 0 to 1"])
 
 
 def test_latent_with_the_channels_of_another_model_is_refused(
