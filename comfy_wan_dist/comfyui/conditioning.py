@@ -24,6 +24,7 @@ IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 APPLIED = {
     **dict.fromkeys(("area", "mask", "control", "hooks", "gligen", "default", "model_conds")),
     **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask")),
+    **dict.fromkeys(("timestep_start", "timestep_end")),
     **dict.fromkeys(("concat_mask_index", "start_percent", "clip_start_percent"), 0),
     **dict.fromkeys(("end_percent", "clip_end_percent"), 1),
 }
@@ -61,12 +62,14 @@ def prompt_embedding(
 
     takes_image: an image conditioning may come along. Other keys are left out, as ComfyUI does for Wan.
     """
-    if len(conditioning) != 1:
-        raise ConfigError(
-            f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one: connect a single "
-            "CLIPTextEncode and leave out ConditioningCombine and scheduling"
-        )
-    embedding, options = conditioning[0][0], conditioning[0][1]
+    match conditioning:
+        case [[Tensor() as embedding, Mapping() as options, *_]]:
+            pass
+        case _:
+            raise ConfigError(
+                f"the {label} conditioning has {len(conditioning)} entries; Wan Dist takes one, an embedding with "
+                "options: connect a single CLIPTextEncode and leave out ConditioningCombine and scheduling"
+            )
     applied = APPLIED if takes_image else {**APPLIED, **dict.fromkeys(IMAGE_KEYS)}
     extra = [
         key
@@ -81,13 +84,8 @@ def prompt_embedding(
             + ("use an I2V model" if set(extra) <= set(IMAGE_KEYS) else "leave it out")
             + ", or connect the output of CLIPTextEncode directly"
         )
-    if (
-        not isinstance(embedding, Tensor)
-        or embedding.dim() != 3
-        or embedding.shape[0] != 1
-        or embedding.shape[-1] != text_dim
-    ):
-        shape = list(embedding.shape) if isinstance(embedding, Tensor) else type(embedding).__name__
+    shape = list(embedding.shape)
+    if [*shape[:1], *shape[2:]] != [1, text_dim]:
         raise ConfigError(
             f"the {label} conditioning has shape {shape}; this model needs [1, tokens, {text_dim}]: "
             "encode the prompt with the umT5 text encoder of Wan (CLIPLoader, type wan)"
@@ -122,16 +120,13 @@ def _image_channels(
     return torch.cat([x.expand(batch, -1, -1, -1, -1) for x in (known, image)], dim=1)
 
 
-def _fitted(x: object, latent: Tensor, *, channels: tuple[int, ...], label: str) -> Tensor:
+def _fitted(x: Any, latent: Tensor, *, channels: tuple[int, ...], label: str) -> Tensor:
     """`x` in the latent's height and width. Raises ConfigError for what is not [1 or B, C, T, *, *] and finite."""
     batch, _, frames, height, width = latent.shape
+    is_video = isinstance(x, Tensor) and x.dim() == 5 and 0 not in x.shape
     if (
-        not isinstance(x, Tensor)
-        or x.dim() != 5
-        or x.shape[0] not in (1, batch)
-        or x.shape[1] not in channels
+        not (is_video and x.shape[0] in (1, batch) and x.shape[1] in channels)
         or x.shape[2] != frames
-        or 0 in x.shape
     ):
         got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ConfigError(

@@ -115,7 +115,7 @@ def conditioning_path(name: str) -> Path:
     # Compared as text: a link that lies in the folder is the user's own choice.
     base = os.path.abspath(folder_paths.get_directory_by_type(label or "input"))
     path = Path(os.path.normpath(os.path.join(base, bare)))
-    if not path.is_relative_to(base) or not path.is_file():
+    if not path.is_relative_to(base) or not os.path.isfile(path):  # False for too long a name
         raise ConfigError(
             f"{name!r} is not a file in ComfyUI's input or output folder; refresh the list"
         )

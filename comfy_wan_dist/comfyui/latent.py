@@ -109,7 +109,9 @@ def prepare_sampling(
     Without add_noise the latent has its noise already; what a solver adds after its steps comes from the seed still.
     """
     samples = latent_for_model(latent, shape)
-    noise = _start_noise(latent, samples, seed) if add_noise else torch.zeros_like(samples)
+    noise = torch.zeros_like(samples)
+    if add_noise:
+        noise, samples = _with_noise(latent, samples, seed)
     # ComfyUI leaves an all-zero latent as it is, which is the mean of the normalised space.
     clean = (
         latent_format(shape.out_dim).process_in(samples)
@@ -133,17 +135,21 @@ def prepare_sampling(
     )
 
 
-def _start_noise(latent: Latent, samples: Tensor, seed: int) -> Tensor:
+def _with_noise(latent: Latent, samples: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The seed's noise and the samples; where one side has one sample, it serves all of the other."""
     batch_index = latent.get("batch_index")
-    if batch_index is not None and len(batch_index) != samples.shape[0]:
-        raise ConfigError(
-            f"the latent has {samples.shape[0]} samples but a batch_index of {len(batch_index)}; they must be as many"
-        )
     # ComfyUI draws the noise in the latent's own dtype.
     given = latent["samples"]
     like = given.cpu() if given.is_floating_point() else samples
-    noise: Tensor = comfy.sample.prepare_noise(like, seed, batch_index).float()
-    return noise
+    try:
+        noise = comfy.sample.prepare_noise(like, seed, batch_index).float()
+        noise, samples = torch.broadcast_tensors(noise, samples)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"no noise can be made of seed {seed} for {samples.shape[0]} samples with the batch_index {batch_index}: "
+            f"{error}; take a seed from 0 to 2**64 - 1, and a batch_index for each sample, or none"
+        ) from error
+    return noise, samples
 
 
 def full_mask(mask: Tensor, shape: torch.Size) -> Tensor:

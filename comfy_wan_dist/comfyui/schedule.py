@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import comfy.model_sampling
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..ipc.errors import ConfigError
-from ..solvers.schedules import Schedule, given_sigmas, wan_official
+from ..solvers.schedules import MAX_STEPS, Schedule, given_sigmas, wan_official
 from ..solvers.table import find_solver
 
 OFFICIAL_SCHEDULER = "wan_official"
+MAX_WHOLE_STEPS = 10**7
 
 
 def list_schedulers() -> list[str]:
@@ -29,13 +29,16 @@ def build_schedule(
 
     Empty for denoise 0, where KSampler returns its input.
     """
-    if not (math.isfinite(shift) and shift > 0 and 0 <= denoise <= 1):
+    # As ComfyUI does, denoise above 1 is taken for 1, and below 0 for 0.
+    is_short = 1 <= steps <= MAX_STEPS and (denoise <= 0 or steps <= denoise * MAX_WHOLE_STEPS)
+    if not (is_short and 0 < shift <= 1e30):
         raise ConfigError(
-            f"shift is {shift} and denoise {denoise}; shift must be above 0 and denoise from 0 to 1"
+            f"shift is {shift}, steps {steps} and denoise {denoise}; shift must be above 0, steps from 1 to "
+            f"{MAX_STEPS}, and denoise 0 or at least steps/{MAX_WHOLE_STEPS}"
         )
     solver = find_solver(sampler)
     if scheduler == OFFICIAL_SCHEDULER:
-        return wan_official(steps, shift, denoise=denoise)
+        return wan_official(steps, shift, denoise=min(denoise, 1.0))
     if scheduler not in list_schedulers():
         raise ConfigError(
             f"scheduler {scheduler!r} is not offered; choose {', '.join(list_schedulers())}"

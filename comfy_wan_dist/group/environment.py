@@ -2,7 +2,7 @@
 
 ComfyUI sets variables for itself that would change or break the ranks, and a ComfyUI that was
 itself started by a launcher hands on that launcher's variables. Everything else (paths, proxies,
-NCCL tuning) is the user's and stays.
+NCCL tuning) is the user's and stays, unless it is empty, which some libraries would take for a number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def child_environment(
     child = {
         name: value
         for name, value in environment.items()
-        if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
+        if value and name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
     child["CUDA_VISIBLE_DEVICES"] = _visible_devices(environment, devices)
     search = [str(pack_root), *filter(None, [environment.get("PYTHONPATH")])]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from ..ipc.errors import ConfigError
@@ -71,13 +70,13 @@ class ModelHandle:
                 f"the LoRA's expert is {expert!r}, but the model has one expert; choose {BOTH!r}, or a low_noise_model "
                 "in Wan Dist Load Model"
             )
-        if not isfinite(strength) or abs(strength) > MAX_STRENGTH:
+        if not abs(strength) <= MAX_STRENGTH:  # nor NaN
             raise ConfigError(
                 f"the LoRA's strength is {strength}; it must be a number from {-MAX_STRENGTH:g} to {MAX_STRENGTH:g}"
             )
         if strength == 0:
             return self
-        lora = LoraHandle(path=path, strength=strength, expert=expert)
+        lora = LoraHandle(path=path, strength=float(strength), expert=expert)
         return replace(self, loras=(*self.loras, lora))
 
 

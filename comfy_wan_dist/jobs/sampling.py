@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -56,8 +55,8 @@ async def sample_latent(given: SamplerInputs, schedule: Schedule) -> tuple[dict[
     """The LATENT that a stock KSampler would return, and the report. Raises ConfigError and what the ranks raise."""
     numbers = {"cfg": given.cfg, "low_noise_cfg": given.low_noise_cfg, "boundary": given.boundary}
     for name, value in numbers.items():
-        if not isfinite(value):
-            raise ConfigError(f"{name} is {value}; it must be a number")
+        if not abs(value) <= 1e30:  # NaN, or beyond what ranks compute in
+            raise ConfigError(f"{name} is {value}; it must be a number from -1e30 to 1e30")
     model = resolve(given.model)
     latent = fit_latent(given.latent, model.shape)
     if not schedule.timesteps:
@@ -65,8 +64,8 @@ async def sample_latent(given: SamplerInputs, schedule: Schedule) -> tuple[dict[
     experts = choose_experts(
         model,
         schedule,
-        cfg=given.cfg,
-        low_noise_cfg=given.low_noise_cfg or None,
+        cfg=float(given.cfg),
+        low_noise_cfg=float(given.low_noise_cfg) or None,
         boundary=given.boundary or None,
     )
     tensors = prepare_sampling(

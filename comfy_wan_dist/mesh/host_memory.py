@@ -43,23 +43,26 @@ def host_memory(process: Path = Path("/proc/self")) -> HostMemory:
 def _own_groups(process: Path) -> Iterator[tuple[Path, str]]:
     """Folder and version of the process's groups and of those above them, as far as they are mounted."""
     own = {}
-    for line in (process / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in _lines(process / "cgroup", "[0-9]+:([^:\n]*):(.*)"):
         if not controllers:
             own["cgroup2"] = path
         elif "memory" in controllers.split(","):
             own["cgroup"] = path
-    for line in (process / "mountinfo").read_text().splitlines():
-        mount, _, kind = line.partition(" - ")
-        version = kind.split()[0]
+    mounts = _lines(process / "mountinfo", r"(?:\S+ ){3}(\S+) (\S+) .*?- (\S+) .*")
+    for root, point, version in mounts:
         if version not in own:
             continue
-        root, point = mount.split()[3:5]
         below = PurePosixPath()
         with contextlib.suppress(ValueError):  # a mount that does not show the group: its top then
             below = PurePosixPath(own[version]).relative_to(root)
         for part in (below, *below.parents):
             yield Path(point, part), version
+
+
+def _lines(file: Path, pattern: str) -> list[tuple[str, ...]]:
+    """The groups of `pattern` in the lines that it describes. A mount may have a name of any bytes."""
+    text = file.read_text(errors="surrogateescape")
+    return re.findall(f"^{pattern}$", text, re.MULTILINE)
 
 
 def _left_by(group: Path, version: str) -> int:

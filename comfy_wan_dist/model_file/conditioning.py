@@ -17,10 +17,14 @@ VERSION = "1"
 
 
 def save(path: Path, embedding: Tensor) -> None:
-    """Write `embedding` [1, S, 4096]."""
-    save_file(
-        {"cond": embedding.to(torch.float32).contiguous()}, path, metadata={VERSION_KEY: VERSION}
-    )
+    """Write `embedding` [1, S, 4096]. Raises ModelFileError."""
+    tensors = {"cond": embedding.to(torch.float32).contiguous()}
+    try:
+        save_file(tensors, path, metadata={VERSION_KEY: VERSION})
+    except (SafetensorError, OSError, UnicodeError) as error:
+        raise ModelFileError(
+            f"{path.name!r:.80} cannot be written: {error}; choose another name, or make room on the disk"
+        ) from error
 
 
 def load(path: Path) -> Tensor:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..comfyui.folders import validate_model_name
+from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import start_latent
 from ..mesh.vae_shape import FRAME_STRIDE
-from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs
-from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
+from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs, validate_types
+from .vae_inputs import VAENode, memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 
-class ImageToVideoLatent(io.ComfyNode):
+class ImageToVideoLatent(VAENode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -63,10 +63,6 @@ class ImageToVideoLatent(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae_name: str | None) -> str | bool:
-        return validate_model_name("vae", vae_name)
-
-    @classmethod
     async def execute(
         cls,
         model: ModelHandle,
@@ -80,6 +76,12 @@ class ImageToVideoLatent(io.ComfyNode):
         end_image: Tensor | None = None,
         memory: str = "auto",
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
+        sizes = (width, height, length, batch_size)
+        if not 1 <= min(sizes) <= max(sizes) <= MAX_SIZE:
+            raise ConfigError(
+                f"width, height, length and batch_size are {sizes}; each must be from 1 to {MAX_SIZE}"
+            )
         latent = await start_latent(
             model,
             vae_name,

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..comfyui.folders import conditioning_path, list_conditioning
 from ..model_file import conditioning as conditioning_file
-from .inputs import CATEGORY
+from .inputs import CATEGORY, validate_types
 
 
 class LoadConditioning(io.ComfyNode):
@@ -36,5 +36,6 @@ class LoadConditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         embedding = conditioning_file.load(conditioning_path(file))
         return io.NodeOutput([[embedding, {"pooled_output": None}]])

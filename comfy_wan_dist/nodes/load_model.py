@@ -11,7 +11,7 @@ from ..jobs import session
 from ..jobs.handle import DTYPES, ModelHandle, fingerprint
 from ..mesh.machines import MAX_MACHINES
 from ..model_file.header import read_model_file
-from .inputs import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel, validate_types
 
 NO_EXPERT = "none"
 
@@ -120,6 +120,7 @@ class LoadModel(io.ComfyNode):
         head_address: str = "",
         low_noise_model: str = NO_EXPERT,
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         low_noise_path = ""
         if low_noise_model != NO_EXPERT:
             low_noise_path = model_path("diffusion_models", low_noise_model)

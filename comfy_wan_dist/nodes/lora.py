@@ -11,7 +11,7 @@ from ..comfyui.folders import list_loras, lora_path
 from ..jobs import session
 from ..jobs.handle import BOTH, EXPERTS, MAX_STRENGTH, ModelHandle, fingerprint
 from ..model_file.header import read_model_file
-from .inputs import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel, validate_types
 
 logger = logging.getLogger("comfy_wan_dist")
 
@@ -65,6 +65,7 @@ class LoRA(io.ComfyNode):
     def execute(
         cls, model: ModelHandle, lora_name: str, strength: float, expert: str = BOTH
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         if strength == 0:
             return io.NodeOutput(model)
         handle = model.with_lora(lora_path(lora_name), strength, expert)

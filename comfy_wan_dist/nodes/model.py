@@ -8,7 +8,7 @@ from ..comfyui.remote_model import build_model
 from ..jobs import session
 from ..jobs.forwards import SamplerRuns
 from ..jobs.handle import HIGH_NOISE, LOW_NOISE, ModelHandle
-from .inputs import CATEGORY, WanDistModel
+from .inputs import CATEGORY, WanDistModel, validate_types
 
 
 class Model(io.ComfyNode):
@@ -38,5 +38,6 @@ class Model(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelHandle, expert: str = HIGH_NOISE) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         runs = SamplerRuns(model, expert=expert)
         return io.NodeOutput(build_model(session.resolve(model).shape, runs))

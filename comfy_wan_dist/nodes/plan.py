@@ -17,7 +17,7 @@ from ..planning.chart import draw_plan
 from ..planning.hardware import DEVICES, known_pool, parse_pool
 from ..planning.plan import make_plan
 from ..planning.report import plan_text
-from .inputs import CATEGORY, WanDistModel, cfg_input, size_inputs
+from .inputs import CATEGORY, WanDistModel, cfg_input, size_inputs, validate_types
 
 HERE = "here"
 
@@ -76,6 +76,7 @@ class PlanMesh(io.ComfyNode):
         devices: str,
         model: ModelHandle | None = None,
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         shape, dtype = TI2V_5B, "bfloat16"
         if model is not None:
             shape = read_wan_file(read_model_file(model.path)).shape

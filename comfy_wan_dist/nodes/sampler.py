@@ -13,7 +13,7 @@ from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.sampling import SamplerInputs, sample_latent
 from ..solvers.schedules import FEW_STEP, FEW_STEP_SOLVER, Schedule
-from .inputs import CATEGORY
+from .inputs import CATEGORY, validate_types
 from .sampling_inputs import (
     expert_inputs,
     model_input,
@@ -84,6 +84,7 @@ class Sampler(io.ComfyNode):
         boundary: float = 0.0,
         low_noise_cfg: float = 0.0,
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         note = ""
         if few_step != NO_PRESET:
             schedule, note = _few_step(few_step, model, has_sigmas=sigmas is not None)

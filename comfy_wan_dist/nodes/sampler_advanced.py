@@ -13,7 +13,7 @@ from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.sampling import SamplerInputs, sample_latent
 from ..solvers.schedules import MAX_STEPS, cut_schedule
-from .inputs import CATEGORY
+from .inputs import CATEGORY, validate_types
 from .sampling_inputs import (
     expert_inputs,
     model_input,
@@ -98,6 +98,7 @@ class SamplerAdvanced(io.ComfyNode):
         boundary: float = 0.0,
         low_noise_cfg: float = 0.0,
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         is_noised = _is_enabled("add_noise", add_noise)
         has_leftover = _is_enabled("return_with_leftover_noise", return_with_leftover_noise)
         if sigmas is None:

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..comfyui.conditioning import Conditioning, prompt_embedding
 from ..comfyui.folders import new_output_path
 from ..model_file import conditioning as conditioning_file
-from .inputs import CATEGORY
+from .inputs import CATEGORY, validate_types
 
 
 class SaveConditioning(io.ComfyNode):
@@ -35,6 +35,7 @@ class SaveConditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, conditioning: Conditioning, filename_prefix: str) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         embedding = prompt_embedding(
             conditioning, label="given", text_dim=conditioning_file.TEXT_DIM
         )

@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from comfy_api.latest import io
 
-from ..comfyui.folders import validate_model_name
 from ..comfyui.images import as_image
 from ..comfyui.latent import Latent
 from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import decode_latent
-from .inputs import CATEGORY, WanDistModel
-from .vae_inputs import memory_input, parse_memory, vae_dtype_input, vae_name_input
+from .inputs import CATEGORY, WanDistModel, validate_types
+from .vae_inputs import VAENode, memory_input, parse_memory, vae_dtype_input, vae_name_input
 
 IMAGE_DTYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
-class VAEDecode(io.ComfyNode):
+class VAEDecode(VAENode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -53,10 +52,6 @@ class VAEDecode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae_name: str | None) -> str | bool:
-        return validate_model_name("vae", vae_name)
-
-    @classmethod
     async def execute(
         cls,
         model: ModelHandle,
@@ -66,6 +61,7 @@ class VAEDecode(io.ComfyNode):
         image_dtype: str = "float32",
         memory: str = "auto",
     ) -> io.NodeOutput:
+        validate_types(cls.execute, {name: type(value) for name, value in locals().items()})
         memory_bytes = parse_memory(memory)
         if image_dtype not in IMAGE_DTYPES:
             raise ConfigError(

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
-from ..comfyui.folders import list_models
+from ..comfyui.folders import list_models, model_path, validate_model_name
 from ..ipc.errors import ConfigError
-from ..jobs.handle import DTYPES
+from ..jobs.handle import DTYPES, fingerprint
 from ..mesh.devices import GIB
+from ..model_file.header import read_model_file
 
 MOST_GIB = 10_000
+
+
+class VAENode(io.ComfyNode):
+    """A node whose VAE may have a name that is not listed, and is read again when its file is replaced."""
+
+    @classmethod
+    def validate_inputs(cls, vae_name: str | None) -> str | bool:
+        return validate_model_name("vae", vae_name)
+
+    @classmethod
+    def fingerprint_inputs(cls, vae_name: str | None, **others: Any) -> str:
+        if vae_name is None:  # linked
+            return ""
+        return fingerprint(read_model_file(model_path("vae", vae_name), component="vae"))
 
 
 def vae_name_input() -> io.Combo.Input:

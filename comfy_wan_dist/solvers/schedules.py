@@ -99,8 +99,8 @@ def given_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> Sche
 
     The model is told 1000 * sigma, not rounded, at each but the last. source: who gave them.
 
-    Empty for none at all (no steps: the latent stays as it is). Below 1 the run starts from the given latent, and
-    above 0 it ends with noise left in. Raises ConfigError.
+    Empty for none at all, or for 0 alone, as of a split at the end (no steps: the latent stays as it is). Below 1 the
+    run starts from the given latent, and above 0 it ends with noise left in. Raises ConfigError.
     """
     try:
         numbers = tuple(map(float, sigmas))
@@ -108,7 +108,7 @@ def given_sigmas(sigmas: Sequence[float], *, source: str = "the SIGMAS") -> Sche
         raise ConfigError(
             f"{source} are no list of numbers: {error}; use a node or a scheduler that makes one"
         ) from error
-    if not numbers:
+    if numbers in ((), (0.0,)):
         return Schedule(sigmas=(), timesteps=(), start=0.0)
     points = validate_sigmas(numbers, source=source)
     timesteps = tuple(sigma * TRAIN_TIMESTEPS for sigma in points[:-1])

@@ -19,6 +19,7 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 import node_helpers
+import numpy
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -113,7 +114,7 @@ class AnyType(str):
 
 
 class LinkedValue:
-    """A value from JSON, for inputs that are widgets otherwise: of any type, and as a choice."""
+    """A value from JSON, for inputs that are widgets otherwise: of any type, and as a choice. `numpy`: in 32 bits."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
@@ -124,11 +125,48 @@ class LinkedValue:
     CATEGORY = "test"
 
     def give(self, value: str) -> tuple[Any, Any]:
+        if value.startswith("numpy "):
+            return (numpy.float32(value.removeprefix("numpy ")),) * 2
         return (json.loads(value),) * 2
 
 
+class TakeAny:
+    """An end for a graph whose last node gives a value of any type."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"value": (AnyType("*"),)}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "take"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def take(self, value: object) -> dict[str, Any]:
+        return {}
+
+
+class MoreLatent:
+    """A LATENT with one key more, from JSON; `dtype` is that of its samples then."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        text = ("STRING",)
+        return {"required": {"latent": ("LATENT",), "key": text, "value": text}}
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "add"
+    CATEGORY = "test"
+
+    def add(self, latent: dict[str, Any], key: str, value: str) -> tuple[Any]:
+        if key == "dtype":
+            return ({**latent, "samples": latent["samples"].to(getattr(torch, value))},)
+        return ({**latent, key: json.loads(value)},)
+
+
 class MoreConditioning:
-    """A CONDITIONING with one key more, from JSON; `clip` is what a CLIP vision encoder gives, `drop` is without it."""
+    """A CONDITIONING with one key more, from JSON; `clip` is what a CLIP vision encoder gives, `drop` is without it,
+    and `twice` gives the text two samples."""
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
@@ -147,6 +185,8 @@ class MoreConditioning:
                     for text, more in conditioning
                 ],
             )
+        if value == "twice":
+            return ([[torch.cat([text, text]), more] for text, more in conditioning],)
         states = torch.randn(1, 257, 1280, generator=torch.Generator().manual_seed(5))
         clip = SimpleNamespace(penultimate_hidden_states=states)
         given = clip if value == "clip" else json.loads(value)
@@ -206,6 +246,8 @@ NODE_CLASS_MAPPINGS = {
     "SmallVAELoader": SmallVAELoader,
     "GivenSigmas": GivenSigmas,
     "LinkedValue": LinkedValue,
+    "TakeAny": TakeAny,
+    "MoreLatent": MoreLatent,
     "MoreConditioning": MoreConditioning,
     "LateScheduler": LateScheduler,
     "RandomVAE": RandomVAE,

@@ -404,7 +404,118 @@ def with_lora(graph: Graph, name: str) -> Graph:
     return graph
 
 
+# ---- what links bring
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "STRING": (None, 3),
+    "COMBO": (None, []),
+    "INT": (None, "3", 2.5),
+    "FLOAT": (None, "0.5"),
+    "BOOLEAN": (None, 1),
+    "IMAGE": ("", []),
+    "SIGMAS": ("", []),
+}
+"""By the type of an input; of any other nothing but what it is made of will do."""
+
+
+def test_links_of_another_type_are_refused_by_the_inputs_name(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = image_to_video(seed=seed, steps=1)
+    graph["lora"] = node(
+        "WanDistLoRA", model=["model", 0], lora_name="wide.safetensors", strength=1.0
+    )
+    graph["save"] = node(
+        "WanDistSaveConditioning", conditioning=["positive", 0], filename_prefix="linked"
+    )
+    size = {"width": 96, "height": 64, "length": 9, "batch_size": 1}
+    graph["plan"] = node("WanDistPlan", **size, steps=1, cfg=5.0, devices="8xH100-SXM")
+    info = server.get("/object_info")
+    asked = 0
+    for name, each in graph.items():
+        if not each["class_type"].startswith("WanDist"):
+            continue
+        needed = {key: value for key, value in graph.items() if key not in ("save", "plan")}
+        del needed["preview"]
+        described = info[each["class_type"]]["input"]
+        for key, (kind, *_) in {**described["required"], **described.get("optional", {})}.items():
+            for value in WRONG.get(kind, (None, "text", [["x"]])):
+                if value is None and (
+                    kind in ("IMAGE", "SIGMAS") or (name, key) == ("plan", "model")
+                ):
+                    continue
+                changed = {**each, "inputs": {**each["inputs"], key: ["wrong", 0]}}
+                wrong = node("LinkedValue", value=json.dumps(value))
+                end = node("TakeAny", value=[name, 0])
+                ends = {} if name in ("save", "plan") else {"end": end}
+                failure = error_of(
+                    server.run({**needed, "wrong": wrong, name: changed, **ends})
+                ).data
+                what = f"{name}.{key} = {value!r}: {failure['exception_message']}"
+                assert failure["node_id"] == name, what
+                assert failure["exception_type"].endswith("ConfigError"), what
+                assert key.partition("_")[0] in failure["exception_message"].lower(), what
+                asked += 1
+    assert asked > 100
+
+
+@pytest.mark.parametrize(
+    ("at", "inputs", "words"),
+    [
+        ("sampler", {"steps": 2**70}, ["steps 1180591620717411303424", "from 1 to 10000"]),
+        ("sampler", {"steps": 0}, ["steps 0"]),
+        ("sampler", {"denoise": 1e-300}, ["denoise 1e-300"]),
+        ("sampler", {"cfg": 1e300}, ["cfg is 1e+300", "to 1e30"]),  # beyond float32
+        ("sampler", {"cfg": 10**400}, ["cfg is 1000", "to 1e30"]),
+        ("sampler", {"shift": 10**400}, ["shift is 1000"]),
+        ("positive", {"file": "x" * 9999}, ["is not a file in"]),
+        ("sampler", {"seed": 2**64}, ["seed 18446744073709551616", "2**64 - 1"]),
+        ("latent", {"width": -16}, ["(-16, 64, 9, 1)", "from 1 to 16384"]),
+        ("latent", {"batch_size": 2**70}, ["batch_size", "1180591620717411303424"]),
+    ],
+)
+def test_linked_numbers_beyond_what_can_be_done_are_refused(
+    server: ComfyServer, seed: int, at: str, inputs: dict[str, Any], words: list[str]
+) -> None:
+    """A widget keeps to its range, a link does not."""
+    graph = sampled_latent(seed=seed, steps=1, scheduler="wan_official")
+    succeed(server, graph)
+    group = group_of(server)
+    for key, value in inputs.items():
+        graph[key] = node("LinkedValue", value=json.dumps(value))
+        graph[at]["inputs"][key] = [key, 0]
+    failure = error_of(server.run(graph, timeout_s=20)).data
+    assert (failure["node_id"], failure["exception_type"].rpartition(".")[2]) == (at, "ConfigError")
+    assert_says(failure["exception_message"], words)
+    assert group_of(server).pids == group.pids
+
+
+@pytest.mark.parametrize("prefix", ["x" * 300, "zero\0", "half\ud800"])
+def test_name_that_no_file_can_have_is_refused(server: ComfyServer, prefix: str) -> None:
+    graph = {
+        "load": node("WanDistLoadConditioning", file=f"{POSITIVE} [input]"),
+        "save": node("WanDistSaveConditioning", conditioning=["load", 0], filename_prefix=prefix),
+    }
+    failure = error_of(server.run(graph)).data
+    assert failure["exception_type"].endswith("ModelFileError"), failure
+    assert "cannot be written" in failure["exception_message"]
+
+
 # ---- latents
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_mask_that_cannot_be_meant_is_refused(
+    refuse: Callable[..., str], seed: int, value: str
+) -> None:
+    graph = sampled_latent(seed=seed, has_image=False)
+    graph["value"] = node("LinkedValue", value=value)
+    graph["mask"] = node("SolidMask", value=["value", 0], width=96, height=64)
+    graph["masked"] = node("SetLatentNoiseMask", samples=["latent", 0], mask=["mask", 0])
+    graph["sampler"]["inputs"]["latent_image"] = ["masked", 0]
+    message = refuse(graph, at="sampler", error="ConfigError")
+    assert_says(message, ["noise_mask", "NaN", "values from 0 to 1"])
 
 
 def test_latent_with_the_channels_of_another_model_is_refused(

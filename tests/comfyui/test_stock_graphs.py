@@ -7,6 +7,7 @@ What is refused on purpose is listed in docs/differences.md.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from graphs import (
     LORAS,
     MODEL,
     MODELS,
+    POSITIVE,
     VAE,
+    VAES,
     Graph,
     image_to_video,
     node,
@@ -184,11 +187,53 @@ def test_linked_inputs_give_what_constants_give_and_are_cached(
     assert set(cached.data["nodes"]) == linked.keys()
 
 
+def test_replaced_files_are_noticed_unless_their_names_are_linked(
+    server: ComfyServer, seed: int
+) -> None:
+    """As by the stock loaders, which notice neither."""
+
+    def executed(graph: Graph) -> set[str]:
+        events = succeed(server, graph).of_kind("executing")
+        return {event.data["node"] for event in events} - {None}
+
+    graph = all_nodes(seed)
+    files = {
+        server.base / MODELS / MODEL: "model",
+        server.base / LORAS / LORA: "lora",
+        server.base / VAES / VAE: "latent",
+        server.base / "input" / POSITIVE: "positive",
+    }
+    executed(graph)
+    for file, name in files.items():
+        os.utime(file)
+        assert {name, "sampler", "decode"} <= executed(graph) < graph.keys()
+        assert executed(graph) == set()
+    linked = link_widgets(server, graph, combos_only=True)
+    executed(linked)
+    for file in files:
+        os.utime(file)
+    assert executed(linked) == set()
+
+
+def test_numbers_of_numpy_are_numbers(server: ComfyServer, seed: int) -> None:
+    """As nodes for arithmetic give them."""
+    graph = all_nodes(seed)
+    expected = latent_of(server, succeed(server, graph))
+    for name, key in (
+        *(("sampler", key) for key in ("cfg", "shift", "denoise", "low_noise_cfg", "boundary")),
+        ("lora", "strength"),
+    ):
+        value = graph[name]["inputs"].get(key, 0.0)
+        graph[f"{name} {key}"] = node("LinkedValue", value=f"numpy {value}")
+        graph[name]["inputs"][key] = [f"{name} {key}", ANY]
+    assert torch.equal(latent_of(server, succeed(server, graph)), expected)
+
+
 # ---- conditioning with more in it
 
 
 def more(source: str, key: str, value: object) -> dict[str, Any]:
-    text = value if value in ("clip", "drop") else json.dumps(value)
+    text = value if value in ("clip", "drop", "twice") else json.dumps(value)
     return node("MoreConditioning", conditioning=[source, 0], key=key, value=text)
 
 
@@ -258,7 +303,10 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
         "clip_end_percent": more("positive", "clip_end_percent", 0.9),
         **{
             key: more("positive", key, [1])
-            for key in ("control", "hooks", "gligen", "time_dim_concat", "noise_concat")
+            for key in (
+                *("control", "hooks", "gligen", "time_dim_concat", "noise_concat"),
+                *("timestep_start", "timestep_end"),
+            )
         },
         **{key: more("positive", key, [1]) for key in ("default", "model_conds", "denoise_mask")},
     }
@@ -268,6 +316,20 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
         del used["stock it"], used["save stock it"]
         message = error_of(server.run(used)).data["exception_message"]
         assert f"the positive conditioning carries {key}, which" in message
+
+
+def test_negative_prompt_is_not_read_without_guidance(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    graph["area"] = more("negative", "area", [2, 2, 2, 0, 0, 0])
+    given = {"latent_image": ["latent", 0], "seed": seed, "cfg": 1.0}
+    add_both(graph, "plain", **given)
+    add_both(graph, "area", **given, negative=["area", 0])
+    result = succeed(server, graph)
+    plain, area = (latent_of(server, result, f"save own {name}") for name in ("plain", "area"))
+    assert torch.equal(area, plain)
+    stock = latent_of(server, result, "save stock area")
+    assert relative_error(stock, plain) > 10 * STOCK_LIMIT
 
 
 # ---- sizes
@@ -326,6 +388,51 @@ def test_all_nodes_take_the_sizes_that_stock_takes(server: ComfyServer, seed: in
         )
         torch.testing.assert_close(pixels, others, rtol=0, atol=1e-4)
     compare(server, graph, *names)
+
+
+def test_noise_is_that_of_stock_for_any_batch_index(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    names = []
+    for size, index in ((2, [1]), (1, [1, 0]), (2, [3, 3])):
+        name = f"{size} {index}"
+        names.append(name)
+        graph[f"latent {name}"] = node(
+            "EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=size
+        )
+        graph[f"given {name}"] = node(
+            "MoreLatent", latent=[f"latent {name}", 0], key="batch_index", value=json.dumps(index)
+        )
+        add_both(graph, name, seed=seed, latent_image=[f"given {name}", 0])
+    results = compare(server, graph, *names)
+    assert all_differ(results)
+    assert all(len(latent) == 2 for latent in results.values())
+
+
+def test_batch_index_that_cannot_be_meant_is_refused(server: ComfyServer, seed: int) -> None:
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=3)
+    for index in ([0, 1], [], [-1, 0, 1], 3):
+        used = dict(graph)
+        used["given"] = node(
+            "MoreLatent", latent=["latent", 0], key="batch_index", value=json.dumps(index)
+        )
+        add_both(used, "it", seed=seed, latent_image=["given", 0])
+        del used["stock it"], used["save stock it"]
+        error = error_of(server.run(used)).data
+        assert error["exception_type"].endswith("ConfigError"), error
+        assert f"3 samples with the batch_index {index}: " in error["exception_message"]
+
+
+def test_latents_in_16_bits_are_sampled_in_32(server: ComfyServer, seed: int) -> None:
+    """Stock rounds the sigmas too: to 0.001, of which the model is told 1000 times as much."""
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    graph["half"] = node("MoreLatent", latent=["latent", 0], key="dtype", value="float16")
+    add_both(graph, "half", seed=seed, latent_image=["half", 0])
+    result = succeed(server, graph)
+    own, stock = (latent_of(server, result, f"save {kind} half") for kind in ("own", "stock"))
+    assert own.dtype == torch.float32
+    assert STOCK_LIMIT < relative_error(own, stock) < 0.05
 
 
 # ---- masks and presets
@@ -404,6 +511,21 @@ def test_schedulers_of_other_packs_are_those_of_stock(server: ComfyServer, seed:
     assert "division by zero" in message
 
 
+def test_denoise_beyond_its_range_is_taken_as_stock_takes_it(
+    server: ComfyServer, seed: int
+) -> None:
+    """A link may bring any number."""
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    add_both(graph, "video", latent_image=["latent", 0], seed=seed)
+    names = {"1.5": 1.5, "-0.5": -0.5, "0.0001": 0.0001}
+    for name, denoise in names.items():
+        graph[name] = node("LinkedValue", value=json.dumps(denoise))
+        add_both(graph, name, latent_image=["stock video", 0], seed=seed + 1, denoise=[name, 0])
+    results = compare(server, graph, "video", *names)
+    assert relative_error(results["-0.5"], results["video"]) <= STOCK_LIMIT
+
+
 SIGMAS: tuple[tuple[str, str], ...] = (
     ("euler", "1.0005,0.7,0.3,0"),
     ("euler", "1,0.9,0.9,0.5,0.5,0"),
@@ -448,6 +570,8 @@ def test_sigmas_are_taken_as_stock_takes_them(server: ComfyServer, seed: int) ->
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # The changed inputs of both samplers; how the row of docs/differences.md begins.
     "combined": ({"positive": ["both", 0]}, "a CONDITIONING of several entries"),
+    "none": ({"positive": ["none", 0]}, "a CONDITIONING of several entries"),
+    "samples": ({"positive": ["samples", 0]}, "an embedding of several samples"),
     "area": ({"positive": ["area", 0]}, "areas, masks, time ranges"),
     "mask": ({"positive": ["covered", 0]}, "areas, masks, time ranges"),
     "range": ({"positive": ["range", 0]}, "areas, masks, time ranges"),
@@ -461,6 +585,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_sigmas_of_0_alone_leave_a_latent_as_it_is(server: ComfyServer, seed: int) -> None:
+    """As SplitSigmas gives behind the last step."""
+    graph = both_models(T2V_FILE)
+    graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
+    add_both(graph, "video", latent_image=["latent", 0], seed=seed)
+    add_both(graph, "again", latent_image=["stock video", 0], seed=seed)
+    use_sigmas(graph, "again", "0")
+    results = compare(server, graph, "video", "again")
+    assert relative_error(results["again"], results["video"]) <= STOCK_LIMIT
+    graph["own again"]["inputs"]["latent_image"] = ["latent", 0]
+    assert latent_of(server, succeed(server, graph), "save own again").count_nonzero() == 0
+
+
 def test_what_stock_runs_and_we_refuse_is_listed(server: ComfyServer, seed: int) -> None:
     graph = both_models(T2V_FILE)
     positive = ["positive", 0]
@@ -472,6 +609,8 @@ def test_what_stock_runs_and_we_refuse_is_listed(server: ComfyServer, seed: int)
     graph["both"] = node(
         "ConditioningCombine", conditioning_1=positive, conditioning_2=["negative", 0]
     )
+    graph["none"] = node("LinkedValue", value="[]")
+    graph["samples"] = more("positive", "", "twice")
     graph["area"] = node(
         "ConditioningSetAreaPercentageVideo",
         conditioning=positive,

@@ -53,6 +53,7 @@ def test_environment_drops_what_is_comfyuis_own_and_keeps_the_users() -> None:
             "PATH": "/bin",
             "NCCL_DEBUG": "INFO",
             "OMP_NUM_THREADS": "3",
+            "MKL_NUM_THREADS": "",  # as of a container's template; accelerate reads it as a number
             "PYTHONPATH": "/mine",
             "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -105,5 +105,26 @@ def test_what_cannot_be_read_limits_nothing(process: Path) -> None:
     assert host_memory(process) == HostMemory(free=MACHINE, group=None)
 
 
+@pytest.mark.parametrize("kind", NONE)
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("mountinfo", b"29 1 8:1 / /mnt/\xfcb rw - ext4 /dev/sda1 rw\n"),
+        ("mountinfo", b"29 1 8:1 /\n"),
+        ("mountinfo", b"29 - cgroup2 cgroup memory\n"),
+        ("mountinfo", b"\n"),
+        ("cgroup", b"9:name=\xfcb:/\xfcb\n"),
+        ("cgroup", b"none\n"),
+    ],
+)
+def test_lines_that_say_nothing_are_passed_over(
+    process: Path, kind: str, file: str, line: bytes
+) -> None:
+    """Such as a mount whose name is in no encoding of today."""
+    point = limit(mount(process, kind, own="/"), "2000")
+    (process / file).write_bytes(line + (process / file).read_bytes())
+    assert host_memory(process) == HostMemory(free=1850, group=point)
+
+
 def test_memory_of_this_machine_is_plausible() -> None:
     assert 2**20 < host_memory().free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
