@@ -291,6 +291,12 @@ WITHOUT_STOCK: dict[str, tuple[str, ...]] = {
         "comfy_wan_dist/jobs/forwards.py",
         "workers/forward_job.py",
     ),
+    "what widgets keep out, and only a link or another program can bring: tests/comfyui/test_bad_input.py": (
+        "comfy_wan_dist/nodes/inputs.py::validate_types",
+        "comfy_wan_dist/nodes/image_to_video_latent.py",
+        "comfy_wan_dist/nodes/sampler_advanced.py",
+        "comfy_wan_dist/solvers/schedules.py::cut_schedule",
+    ),
     "a file that changes, or a disk that fails, while it is read": (
         "comfy_wan_dist/model_file/header.py::content_of",
         "comfy_wan_dist/model_file/lora.py::read_scalar",
