@@ -32,12 +32,16 @@ class PrivateFolder:
         """token: of the group that this one is a part of; a new one is made up without."""
         self.token = secrets.token_hex(32) if token is None else token
         refusals = []
-        for place in (tempfile.gettempdir(), *OTHER_PLACES):
+        for place in ("", *OTHER_PLACES):
+            folder = place
             try:
-                self._make(place)
+                folder = (
+                    place or tempfile.gettempdir()
+                )  # which finds none where it can write nowhere
+                self._make(folder)
                 return
             except OSError as error:
-                refusals.append(f"{place}: {error.strerror}")
+                refusals.append(f"{folder or 'temporary files'}: {error.strerror}")
         raise OSError(
             f"no folder for temporary files takes a group's: {'; '.join(refusals)}; let TMPDIR name one that does"
         )

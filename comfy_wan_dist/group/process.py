@@ -58,7 +58,11 @@ class ProcessHandle:
 
 def has_pidfds() -> bool:
     """Whether the system allows them."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(os.getpid()), "rb", 0) as pidfd:
+    # Without the attribute Python itself was built where there are none.
+    with (
+        contextlib.suppress(OSError, AttributeError),
+        open(os.pidfd_open(os.getpid()), "rb", 0) as pidfd,
+    ):
         signal.pidfd_send_signal(pidfd.fileno(), 0)
         return True
     return False
@@ -71,16 +75,25 @@ def _end_of(process: psutil.Process) -> int:
     def watch() -> None:
         poll = select.poll()
         poll.register(writer, 0)  # an event only once the reader is closed
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                if poll.poll(POLL_S * 1000):
-                    break
-        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
-            os.write(writer, b"x")  # closing is not heard while a forked child has a copy
-        os.close(writer)
+        try:
+            while not _has_ended(process) and not poll.poll(POLL_S * 1000):
+                pass
+            with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+                os.write(writer, b"x")  # closing is not heard while a forked child has a copy
+        finally:
+            os.close(writer)
 
     threading.Thread(target=watch, name="process-end", daemon=True).start()
     return reader
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, OSError):  # such as too many open files: it will be seen the next time
+        return False
 
 
 class Lifeline:

@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
-from .memory_file import is_memory_file
 from .names import listed, shown
 
 SUFFIXES = (".safetensors", ".sft")
@@ -24,6 +23,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 VARIANT_INDEX = re.compile(r".+\.safetensors\.index\.[^.]+\.json")
 """Of a variant of diffusers, such as fp16."""
 GGUF_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MEMORY_FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+"""A safetensors file of memory_file.py."""
 PIPELINE_NAME = "model_index.json"
 MAX_INDEX_BYTES = 2**24
 COMPONENT_FILE = "diffusion_pytorch_model.safetensors"
@@ -47,7 +48,7 @@ def files_of(path: Path, *, component: str) -> tuple[Path, list[Path]]:
     if path.suffix == GGUF_SUFFIX:
         parts = _parts_of(path)
         return parts[0], parts
-    if is_memory_file(path):
+    if MEMORY_FILE.fullmatch(str(path)):
         return path, [path]
     if path.suffix not in SUFFIXES:
         raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")

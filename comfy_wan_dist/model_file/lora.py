@@ -84,12 +84,14 @@ def default_alpha(metadata: Mapping[str, str], label: str, *, half: str = "") ->
         return None
     try:
         settings = json.loads(raw).items()
-        config = {
-            key.removeprefix(begin): value
-            for begin in sorted(HALVES, key=(half or FIRST_EXPERT).__eq__)
-            for key, value in settings
-            if key.startswith(begin)
+        own = half or FIRST_EXPERT
+        by_half = {
+            begin: {
+                key.removeprefix(begin): value for key, value in settings if key.startswith(begin)
+            }
+            for begin in HALVES
         }
+        config = by_half[own] or next(filter(None, by_half.values()), {})
         alpha = config.get("lora_alpha")
         if alpha is None:
             return None

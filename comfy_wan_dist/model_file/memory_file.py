@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
-
-PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
 
 class MemoryFile:
@@ -29,7 +26,3 @@ def write_memory_file(tensors: Mapping[str, Tensor]) -> MemoryFile:
     content = save({name: each.detach().cpu().clone() for name, each in tensors.items()})
     Path(file.path).write_bytes(content)
     return file
-
-
-def is_memory_file(path: Path) -> bool:
-    return PATH.fullmatch(str(path)) is not None

@@ -32,29 +32,49 @@ def walk_models(
             status = os.stat(path, follow_symlinks=follow_links or path == root)
             if not stat.S_ISDIR(status.st_mode) or (status.st_dev, status.st_ino) in seen:
                 continue
-            names, files = _contents(path, status.st_mtime_ns)
+            names, files = _contents(path, status)
         except OSError:
             continue
         seen.add((status.st_dev, status.st_ino))
-        folders = list(names)
-        yield path, folders, files
-        left.extend(os.path.join(path, name) for name in folders)
+        yield path, names, files
+        left.extend(os.path.join(path, name) for name in names)
+
+
+class _Folder:
+    """What was in a folder when it was last read; of links it is asked each time where they lead."""
+
+    def __init__(self) -> None:
+        self.version: tuple[int, int, int] | None = None
+        self.folders: list[str] = []
+        self.links: list[str] = []
+        self.files: list[str] = []
+
+    def read(self, path: str) -> None:
+        self.folders, self.links, self.files = [], [], []
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    self.links.append(entry.name)
+                elif entry.is_dir():
+                    self.folders.append(entry.name)
+                elif entry.name.endswith(KEPT):
+                    self.files.append(entry.name)
 
 
 @functools.lru_cache(maxsize=MOST_FOLDERS)
-def _contents(folder: str, _changed_ns: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    folders, files = [], []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if _is_folder(entry):
-                folders.append(entry.name)
-            elif entry.name.endswith(KEPT):
-                files.append(entry.name)
-    return tuple(sorted(set(folders) - {".git"})), tuple(files)
+def _remembered(_path: str) -> _Folder:
+    return _Folder()
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # such as a link to itself
-        return False
+def _contents(path: str, status: os.stat_result) -> tuple[list[str], tuple[str, ...]]:
+    """Folders and files in it. A path may lead to another folder of the same time than before."""
+    folder = _remembered(path)
+    version = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    if folder.version != version:
+        folder.version = None
+        folder.read(path)
+        folder.version = version
+    leads = {name: os.path.isdir(os.path.join(path, name)) for name in folder.links}
+    folders = {*folder.folders, *(name for name, is_folder in leads.items() if is_folder)}
+    files = [name for name, is_folder in leads.items() if not is_folder and name.endswith(KEPT)]
+    return sorted(folders - {".git"}), (*folder.files, *files)

@@ -54,7 +54,7 @@ def examine_permissions() -> Permissions:
         error = str(refused)
     return Permissions(
         has_pidfds=has_pidfds(),
-        unwritable_log=unwritable_log(PACK_ROOT.parents[1] / "user"),
+        unwritable_log=unwritable_log(PACK_ROOT.parent.parent / "user"),
         folder_error=error,
         noexec=noexec,
     )
@@ -66,8 +66,11 @@ def unwritable_log(user: Path) -> Path | None:
     None if nothing does, or there is no such folder.
     """
     folder = user / "wan_dist_logs"
-    if not folder.exists():
-        folder = user
-    if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
-        return folder
-    return next((log for log in folder.glob("*.log") if not os.access(log, os.W_OK)), None)
+    try:
+        if not folder.exists():
+            folder = user
+        if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        return next((log for log in folder.glob("*.log") if not os.access(log, os.W_OK)), None)
+    except PermissionError:  # it may not even be looked into
+        return user

@@ -261,6 +261,16 @@ def test_alpha_of_diffusers_metadata_counts(tmp_path: Path) -> None:
     assert [patch.scale for patch in read(path).patches.values()] == [1, 1]
 
 
+def test_settings_of_one_half_say_nothing_of_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_diffusers(
+        path, {"transformer.use_rslora": True, "transformer.lora_alpha": 6, "transformer_2.r": 4}
+    )
+    second = read_lora(read_model_file(str(path)), SHAPE, half=HALVES[1])
+    assert [patch.scale for patch in second.patches.values()] == [1, 1]
+    assert "use_rslora" in refusal(lambda: read(path))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
