@@ -9,10 +9,10 @@ from comfy_wan_dist.ipc.messages import COND, ForwardRequest
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, forward_workload
 
-from .job import Job, together
+from .job import Job, groups_for, read_conditions, together
 from .model.tokens import unpatchify_into
 from .parallel.groups import MeshGroups
-from .resident.transformers import WantedModels
+from .resident.transformers import TransformerWork, WantedModels
 from .sampling.forward import (
     Forward,
     ForwardInputs,
@@ -23,7 +23,6 @@ from .sampling.forward import (
     prepare_forward,
     validate_latent,
 )
-from .transformer_job import TransformerWork, groups_for, read_conditions
 
 
 def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:

@@ -1,8 +1,8 @@
-"""A job as its runner sees it, and the steps of a job that end alike on every rank."""
+"""A job as its runner sees it: its mesh, its conditions, and the steps that end alike on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -10,11 +10,24 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from comfy_wan_dist.ipc.errors import InsufficientMemoryError, JobCancelled
-from comfy_wan_dist.ipc.messages import LedgerLine, Progress, Request, TensorRef
+from comfy_wan_dist.ipc.errors import ConfigError, InsufficientMemoryError, JobCancelled
+from comfy_wan_dist.ipc.messages import (
+    COND,
+    UNCOND,
+    Condition,
+    LedgerLine,
+    Progress,
+    Request,
+    TensorRef,
+    TransformerRequest,
+)
 from comfy_wan_dist.ipc.shared import SharedBuffer, view_of
+from comfy_wan_dist.mesh.degrees import parse_mesh
+from comfy_wan_dist.mesh.layout import job_ranks
 from workers.checkpoint.sharing import Milestone
 from workers.parallel.agreement import Agreement, OutOfStep
+from workers.parallel.compile import outside_graphs
+from workers.parallel.groups import MeshGroups, PlaneGroups
 
 T = TypeVar("T")
 
@@ -129,3 +142,40 @@ def stop_if_asked(job: Job) -> None:
     """Raise JobCancelled on every rank once any rank has been told to stop. Collectives: one vote."""
     if job.agree_stop():
         raise JobCancelled("the job was stopped on request")
+
+
+def groups_for(request: TransformerRequest, plane: PlaneGroups) -> MeshGroups:
+    """Groups of the request's mesh. Collectives: the making of groups that no earlier job needed.
+
+    Raises ConfigError, MeshError, on all ranks alike, as what they see is the same.
+    """
+    degrees = parse_mesh(request.mesh)
+    if degrees is None:
+        raise ConfigError("a job's mesh is auto; name one")
+    job_ranks(plane.layout, degrees)
+    groups = plane.for_mesh(degrees)
+    return outside_graphs(groups) if request.model.compile else groups
+
+
+def read_conditions(
+    conditions: Sequence[Condition], tensor: Callable[[TensorRef], Tensor]
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """The conditions of each branch by name, their samples in dim 0. Raises ConfigError."""
+    named = [(each.branch, each.name) for each in conditions]
+    for each in conditions:
+        if not 0 <= each.batch_dim < max(1, len(each.tensor.shape)):
+            raise ConfigError(
+                f"the samples of {each.name} are said to lie in dim {each.batch_dim} of {list(each.tensor.shape)}"
+            )
+    if len(set(named)) < len(named) or not {branch for branch, _ in named} <= {COND, UNCOND}:
+        raise ConfigError(
+            f"the conditions are {named}; each must be of {COND} or {UNCOND}, and of one name only once"
+        )
+    return {
+        branch: {
+            each.name: tensor(each.tensor).movedim(each.batch_dim, 0)
+            for each in conditions
+            if each.branch == branch
+        }
+        for branch in (COND, UNCOND)
+    }

@@ -26,10 +26,9 @@ from .forward_job import forward
 from .job import Job, JobStats, Runner
 from .parallel.groups import PlaneGroups
 from .resident.memory import Room, peak_memory, reset_peak_memory
-from .resident.transformers import Transformers
+from .resident.transformers import Transformers, TransformerWork
 from .resident.vae import ResidentVAE
 from .sample_job import sample
-from .transformer_job import TransformerWork
 from .vae_job import VAEWork
 
 

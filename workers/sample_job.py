@@ -17,10 +17,10 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, requested_workload
 from comfy_wan_dist.solvers.table import Solver, build_solver, last_sigma
 
-from .job import Job, stop_if_asked, together
+from .job import Job, groups_for, read_conditions, stop_if_asked, together
 from .model.wan import WanModel
 from .parallel.groups import MeshGroups
-from .resident.transformers import WantedModels
+from .resident.transformers import TransformerWork, WantedModels
 from .sampling.denoise import KeptTokens, StepObserver, denoise
 from .sampling.forward import (
     Forward,
@@ -31,7 +31,6 @@ from .sampling.forward import (
     prepare_forward,
     validate_latent,
 )
-from .transformer_job import TransformerWork, groups_for, read_conditions
 
 
 def sample(request: SampleRequest, job: Job, work: TransformerWork) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,7 @@ class Scheduler:
         self._pool = BufferPool()
         self._lock = threading.Lock()
         self._failed_starts: set[GroupKey] = set()
+        self._calls: Counter[asyncio.AbstractEventLoop] = Counter()
 
     def parcel(self) -> Parcel:
         """Room for the tensors of a node's pieces, which any plane can use."""
@@ -104,8 +106,11 @@ class Scheduler:
 
         Raises what WorkerGroup.run and GroupRegistry.lease raise.
         """
+        loop = asyncio.get_running_loop()
         tickets = self._queue.tickets(planes, pieces, fds)
         self._queue.enter(tickets)
+        with self._lock:
+            self._calls[loop] += 1
         tasks = [
             asyncio.create_task(self._run_piece(ticket, index, caller))
             for index, ticket in enumerate(tickets)
@@ -121,9 +126,16 @@ class Scheduler:
                     await asyncio.wait(tasks)
             raise
         finally:
+            with self._lock:
+                self._calls -= Counter([loop])
             # A task that is cancelled before its first step leaves its ticket.
             for ticket in tickets:
                 self._queue.leave(ticket)
+
+    def is_at_work_in(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether pieces are driven by this event loop, and would stand still if it were held up."""
+        with self._lock:
+            return self._calls[loop] > 0
 
     def call_off_waiting(self) -> None:
         """Make all waiting pieces raise WorkerStopped, and free idle buffers."""

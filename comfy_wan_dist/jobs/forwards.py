@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..comfyui.patches import CarriedPatches
+from ..group.default import default_groups
 from ..group.queue import Piece
 from ..ipc.errors import ConfigError
 from ..ipc.messages import COND, Condition, ForwardRequest, TensorRef
@@ -131,6 +132,7 @@ class SamplerRuns:
 
         Raises ModelFileError, MeshError, ConfigError.
         """
+        _require_idle_loop()
         if changes.files and self._handle.machines > 1:
             raise ConfigError(
                 "LoRAs of ComfyUI's own loaders reach the ranks of one machine only; use Wan Dist LoRA, with its file "
@@ -198,6 +200,22 @@ def _build_piece(
         is_one_of_many=True,
     )
     return piece, mesh
+
+
+def _require_idle_loop() -> None:
+    """A stock sampler holds up the event loop of its thread, where the jobs of this pack's other nodes wait to go on.
+
+    Raises ConfigError, as otherwise each would wait for the other.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if default_groups().scheduler.is_at_work_in(loop):
+        raise ConfigError(
+            "another Wan Dist node of this graph is at work, and a stock sampler on a MODEL of Wan Dist cannot run "
+            "beside it: let one use the other's output, or queue them as two graphs"
+        )
 
 
 def _beside(work: Coroutine[Any, Any, T]) -> T:

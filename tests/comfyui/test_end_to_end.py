@@ -139,6 +139,7 @@ NODES = {
         ["width", "height", "length", "batch_size", "steps", "cfg", "devices", "model"],
         ["chart", "report"],
     ),
+    "WanDistModel": (["model", "expert"], ["MODEL"]),
     "WanDistLoRA": (["model", "lora_name", "strength", "expert"], ["model"]),
 }
 

@@ -43,7 +43,6 @@ ROOMS = (
     f"{WORKERS}.sampling",
     f"{WORKERS}.job",
     f"{WORKERS}.resident",
-    f"{WORKERS}.transformer_job",
     f"{WORKERS}.sample_job",
     f"{WORKERS}.forward_job",
     f"{WORKERS}.vae_job",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.memory import rank_memory, weight_bytes
@@ -24,6 +26,7 @@ from workers.parallel.parallelize import ParallelModel
 from .fit import margin_for_both, validate_host_memory
 from .loading import ModelLoader
 from .memory import UNLIMITED, Room
+from .ropes import RopeTables
 from .slot import ModelSlot
 
 logger = logging.getLogger(__name__)
@@ -259,3 +262,13 @@ class Transformers:
             slot.held, bytes_read = self._loader.load(found, groups, report, job)
         self.bytes_read += bytes_read
         return slot.held.loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerWork:
+    """What one rank does its plane's requests for a transformer with."""
+
+    plane: PlaneGroups
+    transformers: Transformers
+    device: torch.device
+    ropes: RopeTables = field(default_factory=RopeTables)
