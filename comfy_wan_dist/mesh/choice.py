@@ -90,9 +90,10 @@ def choose_mesh(
     )
     planes += [replace(mesh, sp=True) for mesh in planes if mesh.tp > 1]
     planes += [replace(mesh, fsdp=True) for mesh in planes if mesh.replicas > 1]
-    needs = {mesh: peak_bytes(job, mesh) for mesh in planes}
-    fitting = [mesh for mesh in planes if needs[mesh] <= device_memory]
-    return max(fitting, key=preference) if fitting else min(planes, key=lambda mesh: needs[mesh])
+    # In this order, as weighing all takes minutes on 1000 devices.
+    best_first = sorted(planes, key=preference, reverse=True)
+    fitting = (mesh for mesh in best_first if peak_bytes(job, mesh) <= device_memory)
+    return next(fitting, None) or min(planes, key=lambda mesh: peak_bytes(job, mesh))
 
 
 def fitting_mesh(

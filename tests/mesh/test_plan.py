@@ -11,6 +11,7 @@ import rank_programs
 
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import Done, LedgerLine
+from comfy_wan_dist.mesh import choice
 from comfy_wan_dist.mesh.choice import choose_job_mesh, choose_mesh, explain_mesh, peak_bytes
 from comfy_wan_dist.mesh.degrees import MeshDegrees, parse_mesh
 from comfy_wan_dist.mesh.devices import GB
@@ -52,6 +53,21 @@ def plan(devices: str, *, guided: bool = True, batch: int = 1, dtype: str = "bfl
 
 
 # ---- what auto chooses
+
+
+def test_auto_weighs_no_more_meshes_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 1024 devices there are tens of thousands of them: a minute or more for the node."""
+    weighed = []
+
+    def weigh(work: Workload, mesh: MeshDegrees) -> int:
+        weighed.append(mesh)
+        return peak_bytes(work, mesh)
+
+    monkeypatch.setattr(choice, "peak_bytes", weigh)
+    mesh = choose_mesh(TI2V_5B, device_count=1024, guided=True, device_memory=80 * GB)
+    assert mesh.world_size == 1024
+    assert weighed[-1] == mesh
+    assert len(weighed) < 100
 
 
 @pytest.mark.parametrize(
