@@ -116,11 +116,11 @@ def prepare_forward(
     groups: MeshGroups,
     device: torch.device,
     *,
-    rope_of: RopeTable = rope_table,
+    rope_of: RopeTable | None = None,
 ) -> RankInputs:
     """Validate the inputs and cut them for this rank. No collectives. Raises ConfigError, MeshError.
 
-    rope_of: makes the table, or has it from before.
+    rope_of: has the rotary table from before; without it is made.
     """
     validate_latent(given.latent.shape, shape)
     batch, grid = given.latent.shape[0], grid_of(given.latent)
@@ -166,7 +166,7 @@ def prepare_forward(
         shards=shards,
         row_factors=row_factors.to(device),
         runs=token_runs(rows, grid, shards.start, shards.stop),
-        rope=rope_of(grid, shards.cp.start, shards.cp.stop, device=device),
+        rope=(rope_of or rope_table)(grid, shards.cp.start, shards.cp.stop, device=device),
         branches=tuple(branches),
         groups=groups,
         device=device,
