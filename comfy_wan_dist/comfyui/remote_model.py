@@ -62,8 +62,8 @@ class RemoteTransformer(nn.Module):
         super().__init__()
         self.dtype = torch.float32
         # Outside of the module's parameters: what counts, moves or casts these finds none.
-        self.patch_embedding = HollowModule(_hollow(shape)["patch_embedding.weight"])
         self._hollow = _hollow(shape)
+        self.patch_embedding = HollowModule(self._hollow["patch_embedding.weight"])
         self._open_run = open_run
         self._predict: Predict | None = None
         # TorchCompileModel has nothing to compile here; the loader's own option compiles the blocks.

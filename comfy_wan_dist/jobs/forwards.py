@@ -124,25 +124,25 @@ class SamplerRuns:
         self._handle = handle
         self._expert = expert
         self._texts = SentTexts()
-        self._changes: object = None
+        self._written: object = None
         self._loras: tuple[MemoryFile, ...] = ()
 
-    def __call__(self, changes: CarriedPatches) -> SamplerRun:
-        """Check the handle's files anew, with `changes` as LoRAs behind its own.
+    def __call__(self, patches: CarriedPatches) -> SamplerRun:
+        """Check the handle's files anew, with `patches` as LoRAs behind its own.
 
         Raises ModelFileError, MeshError, ConfigError.
         """
         _require_idle_loop()
-        if changes.files and self._handle.machines > 1:
+        if patches.files and self._handle.machines > 1:
             raise ConfigError(
                 "LoRAs of ComfyUI's own loaders reach the ranks of one machine only; use Wan Dist LoRA, with its file "
                 "on each machine"
             )
-        if changes.key != self._changes:
-            self._loras = tuple(write_memory_file(each.tensors) for each in changes.files)
-            self._changes = changes.key
+        if patches.key != self._written:
+            self._loras = tuple(write_memory_file(each.tensors) for each in patches.files)
+            self._written = patches.key
         handle = self._handle
-        for lora, file in zip(self._loras, changes.files, strict=True):
+        for lora, file in zip(self._loras, patches.files, strict=True):
             handle = handle.with_lora(lora.path, file.strength)
         model = resolve(handle)
         if self._expert == LOW_NOISE and model.low_noise is not None:

@@ -253,5 +253,5 @@ def resolve_dtype(asked: str, *, devices: DeviceList, code: str) -> str:
 
 
 def fingerprint(file: ModelFile) -> str:
-    """CarriedPatches when the file is replaced."""
+    """Changes when the file is replaced."""
     return f"{file.file_bytes}-{file.mtime_ns}"

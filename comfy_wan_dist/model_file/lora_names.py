@@ -72,7 +72,7 @@ UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\.on_input", "IA3"),
     )
 )
-"""CarriedPatches that are known and not made."""
+"""Changes that are known and not made."""
 
 PREFIXES = (
     "base_model.model.",
