@@ -5,6 +5,7 @@ A fault replaces one seam of the product by a mistake that is easily made there,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -340,3 +341,17 @@ def peak_around_a_large_tensor(rank: int) -> tuple[int, int, int]:
     during = peak_memory(cpu)
     reset_peak_memory(cpu)
     return before, during, peak_memory(cpu)
+
+
+def peak_of_a_tensor(rank: int) -> tuple[int, int]:
+    """Bytes of a tensor, and what PeakMemory sees of it in a process of its own.
+
+    A long-lived one may lose meanwhile what it has not touched for long, to a system that reclaims memory ahead of
+    need, and that hides as much growth.
+    """
+    from benchmarks.vae import PeakMemory
+
+    with PeakMemory() as memory:
+        kept = torch.ones(2**24)  # too large to come from freed memory
+        time.sleep(0.2)
+    return kept.nbytes, memory.peak
