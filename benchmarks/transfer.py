@@ -158,6 +158,7 @@ def our_trip(payload: Payload) -> Iterator[RoundTrip]:
                 solver="euler",
                 sigmas=(1.0, 0.0),
                 timesteps=(1000.0,),
+                start=1.0,
                 guidance=5.0,
                 noisy=noisy,
                 clean=clean,

@@ -112,9 +112,12 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
+    """start: the latent's share of noise at the start; the first sigma if None."""
+
     solver: str
     sigmas: tuple[float, ...]
     guidance: float
+    start: float | None = None
 
     @property
     def timesteps(self) -> tuple[float, ...]:
@@ -294,6 +297,7 @@ def build_request(
         solver=schedule.solver,
         sigmas=schedule.sigmas,
         timesteps=schedule.timesteps,
+        start=schedule.sigmas[0] if schedule.start is None else schedule.start,
         guidance=schedule.guidance,
         noisy=required(inputs.noisy),
         cond=required(inputs.cond),

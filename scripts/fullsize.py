@@ -165,6 +165,7 @@ def measure_job(group: WorkerGroup, path: Path, shape: WanShape) -> Found:
             solver="euler",
             sigmas=(1.0, 0.0),
             timesteps=(1000.0,),
+            start=1.0,
             guidance=1.0,
             noisy=noisy,
             clean=None,

@@ -129,7 +129,7 @@ def prepare_sample(
     x, kept = inputs.shard(noisy), None
     if request.mask is not None and request.clean is not None:
         clean = inputs.shard(tensor(request.clean))
-        noise = None if shape.has_frame_times else clean + (x - clean) / request.sigmas[0]
+        noise = None if shape.has_frame_times else clean + (x - clean) / request.start
         kept = KeptTokens(clean=clean, mask=inputs.shard(tensor(request.mask)), noise=noise)
     return SampleRun(
         inputs=inputs,

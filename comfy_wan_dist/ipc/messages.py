@@ -1,4 +1,4 @@
-"""The messages between ComfyUI's process, the ranks and other machines, and their JSON form.
+"""The messages between ComfyUI's process and the ranks, and the JSON form of all messages.
 
 A message is one frozen dataclass. On the wire it is `{"version", "kind", "body"}`; `kind` is the class name,
 the body is checked field by field against the annotations, so that a wrong message fails here and not later.
@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError, ProtocolError, VersionMismatch
+from .machine_messages import Arrive, Join, Refuse
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 16 * 2**20
 
 
@@ -109,8 +110,9 @@ class SampleRequest:
 
     mesh: how to cut this job; it needs the same weights on each rank as the mesh that the group was started with.
     sigmas: N+1 values, the last 0 or above. timesteps: N values in [0, 1000], what the model is told at each step.
-    noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is the start, `clean` is kept where
-    mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales each latent frame's timestep.
+    noisy, clean: [B, C, T, h, w] float32, normalised latent space; `noisy` is what the run begins with, with `start` as
+    its share of noise; `clean` is kept where mask [B, 1 or C, T, h, w] float32 is 0. frame_mask [B, T] float32 scales
+    each latent frame's timestep.
     cond, uncond: [1 or B, S, text_dim] float32; without uncond there is no guidance.
     conditions: for models that take some, such as the image of I2V, [1 or B, D, T, h, w]: a mask of 4 channels, then a
     normalised latent.
@@ -126,6 +128,7 @@ class SampleRequest:
     solver: str
     sigmas: tuple[float, ...]
     timesteps: tuple[float, ...]
+    start: float
     guidance: float
     noisy: TensorRef
     clean: TensorRef | None
@@ -278,41 +281,6 @@ class Failed:
     message: str
     traceback: str
     fatal: bool
-
-
-# ---- between machines ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrive:
-    """First message of another machine to the head. name: its host name."""
-
-    name: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Join:
-    """What the machine is to start as number `machine` of `machines`.
-
-    ranks, device: how many processes, and whether they need a CUDA device each ("cuda") or none ("cpu").
-    store_port: of torch's store, on the host that the machine has reached. token: what its ranks show to the head.
-    """
-
-    machine: int
-    machines: int
-    ranks: int
-    device: str
-    mesh: str
-    runner: str
-    store_port: int
-    token: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Refuse:
-    """Why the sender takes no part, or no longer does; the connection's last message."""
-
-    reason: str
 
 
 TransformerRequest = SampleRequest | ForwardRequest

@@ -37,13 +37,19 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`HOST:PORT`, where HOST may be `[IPV6]`. Raises ConfigError."""
+    """`HOST:PORT`, where HOST may be `[IPV6]`. Raises ConfigError, also for what is no single machine's address."""
     match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*|\[.*\]):([0-9]{{1,5}})", text.strip())
     with contextlib.suppress(ValueError):
         if match is not None and 1 <= int(match[2]) <= 65535:
             host = match[1]
             if host.startswith("["):
-                host = str(ipaddress.IPv6Address(host[1:-1]))
+                ip = ipaddress.IPv6Address(host[1:-1])
+                host = str(ip.ipv4_mapped or ip)
+            if not _is_reachable(host):
+                raise ConfigError(
+                    f"address {text!r} is not one at which other machines reach this group's head; write the head's "
+                    "own, which is neither for all interfaces, nor multicast, nor link-local"
+                )
             return Address(host=host, port=int(match[2]))
     raise ConfigError(
         f"address {text!r} is not HOST:PORT; write a host name or IP address and a port from 1 to 65535, "
@@ -51,10 +57,22 @@ def parse_address(text: str) -> Address:
     )
 
 
+def _is_reachable(host: str) -> bool:
+    """Whether it can be one machine's address beyond its own link; a name can."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    # Link-local IPv6 is another machine's on each interface; link-local IPv4, as of a cable without a router, is not.
+    is_local = ip.version == 6 and ip.is_link_local
+    return not (ip.is_unspecified or ip.is_multicast or is_local)
+
+
 def listen(address: Address) -> socket.socket:
     """A socket that listens on this one address of this machine; port 0 takes a free one. Raises ConfigError.
 
-    Of a name's several addresses it takes the first that it can, IPv4 before IPv6; who connects tries them all.
+    Of a name's several addresses it takes the first that others reach and it can, IPv4 before IPv6; who connects tries
+    them all.
     """
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -65,8 +83,9 @@ def listen(address: Address) -> socket.socket:
     failure: OSError | None = None
     places = sorted((family, str(place[0])) for family, *_, place in found)
     for family, ip in places:
-        # As /etc/hosts of some systems has it for their own name.
-        if ip == address.host or not ipaddress.ip_address(ip).is_loopback:
+        # A name may also mean a loopback address, as in /etc/hosts of some systems, or a link-local one.
+        is_loopback = ipaddress.ip_address(ip).is_loopback
+        if ip == address.host or (not is_loopback and _is_reachable(ip)):
             try:
                 return socket.create_server((ip, address.port), family=family, backlog=BACKLOG)
             except OSError as error:

@@ -154,6 +154,7 @@ def build_requests(
             solver=sampling.solver,
             sigmas=schedule.sigmas,
             timesteps=schedule.timesteps,
+            start=schedule.start,
             guidance=experts.guidance,
             noisy=noisy[index],
             clean=clean[index],

@@ -49,14 +49,22 @@ def _own_groups(process: Path) -> Iterator[tuple[Path, str]]:
         elif "memory" in controllers.split(","):
             own["cgroup"] = path
     mounts = _lines(process / "mountinfo", r"(?:\S+ ){3}(\S+) (\S+) .*?- (\S+) .*")
-    for root, point, version in mounts:
-        if version not in own:
-            continue
-        below = PurePosixPath()
-        with contextlib.suppress(ValueError):  # a mount that does not show the group: its top then
-            below = PurePosixPath(own[version]).relative_to(root)
-        for part in (below, *below.parents):
-            yield Path(point, part), version
+    for version, path in own.items():
+        tops = {Path(_name(point)): _name(root) for root, point, kind in mounts if kind == version}
+        shown = {
+            point: PurePosixPath(path).relative_to(root)
+            for point, root in tops.items()
+            if PurePosixPath(path).is_relative_to(root)
+        }
+        # A container whose mounts do not show the group by the name that it has: what they show is its own part then.
+        for point, below in (shown or dict.fromkeys(tops, PurePosixPath())).items():
+            for part in (below, *below.parents):
+                yield point / part, version
+
+
+def _name(field: str) -> str:
+    """A path as mountinfo writes it: white space and backslashes are octal there."""
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
 def _lines(file: Path, pattern: str) -> list[tuple[str, ...]]:

@@ -85,6 +85,7 @@ def requested_workload(request: SampleRequest, shape: WanShape) -> Workload:
         dtype=request.model.dtype,
         text_tokens=(_text_tokens(request.cond), _text_tokens(request.uncond or request.cond)),
         text_batch=request.cond.shape[0] if request.cond.shape else 1,
+        timestep_rows=1 if request.frame_mask is None else 2,
     )
 
 
@@ -100,6 +101,7 @@ def forward_workload(request: ForwardRequest, shape: WanShape) -> Workload:
         dtype=request.model.dtype,
         text_tokens=(_text_tokens(request.text),) * 2,
         text_batch=batch,
+        timestep_rows=min(2, request.timesteps.shape[-1]),
     )
 
 

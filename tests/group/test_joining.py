@@ -143,6 +143,7 @@ def make_request(id: str, tensors: dict[str, Tensor], parcel: Parcel) -> SampleR
         solver="lcm",
         sigmas=(1.0, 0.9, 0.7, 0.4, 0.0),
         timesteps=(1000.0, 900.0, 700.0, 400.0),
+        start=1.0,
         guidance=5.0,
         result=parcel.reserve(tensors["noisy"].shape, torch.float32),
         conditions=tuple(
@@ -366,6 +367,7 @@ def parcel(pool: BufferPool) -> Iterator[Parcel]:
         ({}, {"solver": "euler"}),
         ({}, {"sigmas": (1.0, 0.9, 0.7, 0.3, 0.0)}),
         ({}, {"timesteps": (1000.0, 900.0, 700.0, 300.0)}),
+        ({}, {"start": 0.9}),
         ({}, {"guidance": 4.0}),
         ({}, {"guidance": float("nan")}),
         ({}, {"result": TensorRef(buffer=0, offset=0, dtype="float32", shape=(1, 1))}),

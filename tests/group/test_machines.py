@@ -67,13 +67,11 @@ from comfy_wan_dist.ipc.errors import (
     WorkerDied,
     WorkerStartError,
 )
+from comfy_wan_dist.ipc.machine_messages import Arrive, Join, Refuse
 from comfy_wan_dist.ipc.messages import (
-    Arrive,
     Hello,
-    Join,
     ModelSpec,
     Progress,
-    Refuse,
     tensor_refs,
     with_tensor_refs,
 )
@@ -150,6 +148,28 @@ def test_address_is_host_and_port() -> None:
     ):
         with pytest.raises(ConfigError, match="HOST:PORT"):
             parse_address(text)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "224.0.0.1",
+        "[::]",
+        "[ff02::1]",
+        "[fe80::1]",
+        "[fe80::1%eth0]",
+        "[::ffff:0.0.0.0]",
+    ],
+)
+def test_address_that_is_no_single_machines_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="not one at which other machines reach"):
+        parse_address(f"{host}:80")
+
+
+def test_address_of_ipv4_within_ipv6_is_the_ipv4_one() -> None:
+    assert parse_address("[::ffff:10.0.0.1]:80") == Address(host="10.0.0.1", port=80)
+    assert parse_address("169.254.3.4:80") == Address(host="169.254.3.4", port=80)
 
 
 def test_address_is_read_for_several_machines_only() -> None:
@@ -280,7 +300,7 @@ def test_head_of_several_addresses_listens_on_the_first_that_others_reach(
         return place[0]
 
     places = {
-        socket.AF_INET6: ["fd00::1"],
+        socket.AF_INET6: ["fe80::1%eth0", "fd00::1"],
         socket.AF_INET: ["127.0.1.1", "203.0.113.7", "10.9.9.9"],
     }
     found = [(family, 1, 6, "", (host, 80)) for family, hosts in places.items() for host in hosts]
@@ -290,7 +310,7 @@ def test_head_of_several_addresses_listens_on_the_first_that_others_reach(
     assert tcp.listen(head) == "10.9.9.9"
     del found[-1]
     assert tcp.listen(head) == "fd00::1"
-    del found[0]
+    del found[1]
     with pytest.raises(ConfigError, match="it is no address of this machine"):
         tcp.listen(head)
     del found[-1]

@@ -89,6 +89,30 @@ def test_a_container_finds_its_own_limit(process: Path, kind: str, root: str, ow
     assert host_memory(process) == HostMemory(free=1850, group=point)
 
 
+@pytest.mark.parametrize("kind", NONE)
+def test_mount_of_another_group_is_none_of_ours(process: Path, kind: str) -> None:
+    """As a monitoring container binds it beside its own."""
+    own = limit(mount(process, kind, own="/docker/4f", root="/docker/4f"), "3000")
+    other = limit(process.parent / "other" / kind, "2000")
+    line = MOUNT.format(root="/docker/9a", point=other, kind=kind, options="memory")
+    file = process / "mountinfo"
+    for text in (line + file.read_text(), file.read_text() + line):
+        file.write_text(text)
+        assert host_memory(process) == HostMemory(free=2850, group=own)
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_names_with_blanks_are_read(process: Path, kind: str) -> None:
+    point = process.parent / "my groups" / kind
+    limit(point / "a b", "2000")
+    line = MOUNT.format(
+        root="/x\\040y", point=str(point).replace(" ", r"\040"), kind=kind, options="memory"
+    )
+    (process / "mountinfo").write_text(line)
+    (process / "cgroup").write_text(f"{'0:' if kind == 'cgroup2' else '5:memory'}:/x y/a b\n")
+    assert host_memory(process) == HostMemory(free=1850, group=point / "a b")
+
+
 def test_both_versions_may_be_mounted(process: Path) -> None:
     """As systemd's hybrid set-up does, where the limits are version 1's."""
     mount(process, "cgroup2", own="/a")

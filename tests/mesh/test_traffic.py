@@ -21,7 +21,7 @@ from comfy_wan_dist.mesh.layout import job_ranks
 from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.shape import TI2V_5B, LatentGrid, WanShape
 from comfy_wan_dist.mesh.traffic import Transfer, transfers
-from comfy_wan_dist.mesh.workload import Counting, Workload, bubble
+from comfy_wan_dist.mesh.workload import Counting, Workload, bubble, requested_workload
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.ledgers import predict_ledger
 from devtools.mesh_runs import (
@@ -41,6 +41,7 @@ from workers.model.wan import Block, WanModel
 
 MIB = 2**20
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
+SCHEDULE = Schedule(solver="euler", sigmas=SIGMAS, guidance=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Run:
     rows: int = 3
     columns: int = 5
     is_padded: bool = False
+    has_first_frame: bool = False
 
     def inputs(self) -> Inputs:
         height, width = 2 * self.rows - self.is_padded, 2 * self.columns
@@ -67,6 +69,9 @@ class Run:
             noisy=torch.randn(size),
             cond=torch.randn(texts, 20, TINY_TRANSFORMER.text_dim),
             uncond=torch.randn(texts, 24, TINY_TRANSFORMER.text_dim) if self.guided else None,
+            frame_mask=(torch.arange(self.frames) > 0).float().expand(self.batch, -1)
+            if self.has_first_frame
+            else None,
         )
 
     def planned(self, dtype: str) -> Workload:
@@ -84,6 +89,7 @@ class Run:
             dtype=dtype,
             text_tokens=(20, 24),
             text_batch=self.batch if self.has_text_per_sample else 1,
+            timestep_rows=2 if self.has_first_frame else 1,
         )
 
 
@@ -317,9 +323,7 @@ def test_ranks_share_the_blocks_work(mesh: str) -> None:
 def counted_flops(rank: int, plane: str, run: Run, spec: ModelSpec) -> int:
     """What torch's counter sees of one job; attention is added, which it does not know on the CPU."""
     runner, agreement = build_local_runner(rank, plane)
-    request, tensors = build_request(
-        spec, run.inputs(), Schedule(solver="euler", sigmas=SIGMAS, guidance=5.0), mesh=run.mesh
-    )
+    request, tensors = build_request(spec, run.inputs(), SCHEDULE, mesh=run.mesh)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def attention_flops(
@@ -336,18 +340,22 @@ def counted_flops(rank: int, plane: str, run: Run, spec: ModelSpec) -> int:
     ("plane", "run"),
     [
         ("single", Run(mesh="single", batch=2)),
+        ("single", Run(mesh="single", batch=2, has_first_frame=True)),
         ("ulysses4", Run(mesh="ring2-ulysses2")),
         ("pp2-tp2-sp", Run(mesh="pp2-tp2-sp", batch=2)),
     ],
-    ids=["single", "ring2-ulysses2", "pp2-tp2-sp"],
+    ids=["single", "first-frame", "ring2-ulysses2", "pp2-tp2-sp"],
 )
 def test_planned_flops_equal_the_counted_ones(
     plane: str, run: Run, rank_pool: RankPool, spec: ModelSpec
 ) -> None:
     layout, degrees = mesh_degrees(plane), mesh_degrees(run.mesh)
     counted = rank_pool.run(layout.world_size, counted_flops, plane, run, spec)
+    request, _ = build_request(spec, run.inputs(), SCHEDULE, mesh=run.mesh)
+    planned = requested_workload(request, TINY_TRANSFORMER)
+    assert planned == run.planned("float32")
     for job_rank, player in enumerate(job_ranks(layout, degrees)):
-        flops = rank_flops(run.planned("float32"), degrees, job_rank)
+        flops = rank_flops(planned, degrees, job_rank)
         assert flops.job(len(SIGMAS) - 1) == counted[player]
 
 

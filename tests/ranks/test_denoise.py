@@ -110,6 +110,30 @@ def test_blend_keeps_what_is_clean_to_the_bit() -> None:
     assert torch.allclose(blended[:, 2], 0.75 * clean[:, 2] + 0.25 * x[:, 2])
 
 
+@pytest.mark.parametrize("start", [1.0, 0.9])
+def test_model_of_one_timestep_is_given_what_is_kept_as_noisy_as_the_rest(
+    tmp_path: Path, forwards: list[Mapping[str, Any]], start: float
+) -> None:
+    """Also where a run starts from more noise than its first sigma says, as the official schedule does."""
+    shape = replace(SHAPE, in_dim=16, out_dim=16)
+    write_transformer(tmp_path / "m.safetensors", shape, seed=4)
+    inputs = replace(PLAIN.inputs(shape), uncond=None)
+    noise, clean = inputs.noisy, torch.full_like(inputs.noisy, 0.5)
+    inputs = replace(
+        inputs,
+        noisy=torch.lerp(clean, noise, start),
+        clean=clean,
+        mask=torch.zeros_like(noise),
+    )
+    sigmas = (0.9, 0.5, 0.0)
+    schedule = Schedule(solver="euler", sigmas=sigmas, guidance=1.0, start=start)
+    sample(model_spec(tmp_path / "m.safetensors"), inputs, schedule)
+    grid = grid_of(noise)
+    for call, sigma in zip(forwards, sigmas, strict=False):
+        seen = unpatchify(call["x"], grid)
+        assert torch.allclose(seen, torch.lerp(clean, noise, sigma), atol=1e-6)
+
+
 @pytest.mark.parametrize("solver", ["euler", "wan_unipc"])
 def test_given_frames_come_back_to_the_bit(spec: ModelSpec, solver: str) -> None:
     inputs = KEPT.inputs(SHAPE)

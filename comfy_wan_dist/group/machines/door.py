@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from ...ipc.channel import ChannelClosed, SocketChannel
 from ...ipc.errors import MachineLost, ProtocolError, VersionMismatch, WorkerDied, WorkerStartError
-from ...ipc.messages import Arrive, Hello, Join, Refuse
+from ...ipc.machine_messages import Arrive, Join, Refuse
+from ...ipc.messages import Hello
 from ...ipc.tcp import Address, interface_of, listen, watch
 from ..folder import same_secret
 from ..listener import RankConnection

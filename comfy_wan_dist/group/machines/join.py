@@ -25,7 +25,7 @@ from pathlib import Path
 from ...ipc.channel import ChannelClosed, SocketChannel
 from ...ipc.errors import ConfigError, ProtocolError
 from ...ipc.launch_options import LauncherOptions
-from ...ipc.messages import Arrive, Join, Refuse
+from ...ipc.machine_messages import Arrive, Join, Refuse
 from ...ipc.tcp import Address, connect, interface_of
 from ...mesh.devices import DeviceList, parse_devices
 from ..environment import child_environment
