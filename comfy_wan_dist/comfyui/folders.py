@@ -8,6 +8,7 @@ from pathlib import Path
 
 import folder_paths
 
+from ..group.spec import LOG_FOLDER
 from ..ipc.errors import ConfigError, ModelFileError
 from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES, is_later_part
 from ..model_file.offered import folder_named, listed_names
@@ -133,4 +134,4 @@ def new_output_path(prefix: str, suffix: str) -> tuple[Path, str, str]:
 
 def log_folder() -> Path:
     """Where the groups' logs are kept."""
-    return Path(folder_paths.get_user_directory()) / "wan_dist_logs"
+    return Path(folder_paths.get_user_directory()) / LOG_FOLDER

@@ -13,6 +13,8 @@ from ..mesh.machines import Machines, validate_machines
 
 # The folder that holds comfy_wan_dist and workers, whatever it is called.
 PACK_ROOT = Path(__file__).resolve().parents[2]
+LOG_FOLDER = "wan_dist_logs"
+"""Below the folder that ComfyUI keeps a user's files in."""
 DEFAULT_RUNNER = "workers.runner:PlaneRunner"
 
 GroupKey = tuple[MeshDegrees, DeviceList, str, Machines | None]

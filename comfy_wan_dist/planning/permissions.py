@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..group.folder import PrivateFolder
 from ..group.process import has_pidfds
-from ..group.spec import PACK_ROOT
+from ..group.spec import LOG_FOLDER, PACK_ROOT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,11 @@ def examine_permissions() -> Permissions:
 
 
 def unwritable_log(user: Path) -> Path | None:
-    """What keeps groups from writing their logs below ComfyUI's folder `user`, where comfyui/folders.py puts them.
+    """What keeps groups from writing their logs below ComfyUI's folder `user`.
 
     None if nothing does, or there is no such folder.
     """
-    folder = user / "wan_dist_logs"
+    folder = user / LOG_FOLDER
     try:
         if not folder.exists():
             folder = user
