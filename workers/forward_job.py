@@ -10,7 +10,6 @@ from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, forward_workload
 
 from .job import Job, groups_for, read_conditions, together
-from .model.tokens import unpatchify_into
 from .parallel.groups import MeshGroups
 from .resident.transformers import TransformerWork, WantedModels
 from .sampling.forward import (
@@ -58,9 +57,13 @@ def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
     )
     x = own_tokens(job.tensor(request.x), own, inputs.shards).to(device)
     predictor = Forward(model=model, inputs=inputs, text=(text,), guidance=None)
-    tokens = inputs.gather_tokens(predictor.predict(x, 1.0))
+    velocity = predictor.predict(x, 1.0)
+    if work.is_one_machine:
+        inputs.write(velocity, result)
+        return
+    whole = inputs.gather(velocity)
     if groups.rank == 0:
-        unpatchify_into(tokens, inputs.grid, result)
+        result.copy_(whole)
 
 
 def prepare_request(

@@ -53,7 +53,10 @@ class PlaneRunner(Runner):
             plane=plane, files=files, room=room, drop_vae=self._vae.clear
         )
         self._transformer_work = TransformerWork(
-            plane=plane, transformers=self._transformers, device=device
+            plane=plane,
+            transformers=self._transformers,
+            device=device,
+            is_one_machine=local_ranks == degrees.world_size,
         )
         self._vae_work = VAEWork(
             plane=plane, room=room, vae=self._vae, transformers=self._transformers

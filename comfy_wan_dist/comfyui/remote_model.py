@@ -77,6 +77,7 @@ class RemoteTransformer(nn.Module):
 
     def begin(self, patches: CarriedPatches) -> None:
         """A sampler begins."""
+        self.end()  # of one that ComfyUI has not ended
         self._predict = self._open_run(patches)
 
     def end(self) -> None:

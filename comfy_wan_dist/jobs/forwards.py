@@ -6,15 +6,12 @@ A sampler calls in a thread whose event loop it holds up, so the job has a loop 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,10 +27,10 @@ from ..mesh.degrees import MeshDegrees
 from ..mesh.flops import rank_flops
 from ..mesh.workload import forward_workload
 from ..model_file.memory_file import MemoryFile, write_memory_file
+from .beside import LoopBeside
 from .handle import HIGH_NOISE, LOW_NOISE, ModelHandle, ResolvedModel
 from .session import Session, keep_tensor, open_session, planes_for, resolve
 
-T = TypeVar("T")
 logger = logging.getLogger("comfy_wan_dist")
 MOST_TEXTS = 4
 """In turn are at most the prompt and the negative prompt, where they differ in length, of two samplers."""
@@ -80,6 +77,7 @@ class SamplerRun:
         self._model = model
         self._texts = texts
         self._loras = loras
+        self._loop = LoopBeside()
         self._meshes: Counter[str] = Counter()
         self._seconds = 0.0
 
@@ -89,9 +87,11 @@ class SamplerRun:
         timesteps [B] or [B, T]; text [B, S, text_dim]; all float32. Raises what the ranks raise.
         """
         sent = self._texts.find(text)
-        return _beside(self._predict(x, timesteps.reshape(x.shape[0], -1), sent))
+        return self._loop.run(self._predict(x, timesteps.reshape(x.shape[0], -1), sent))
 
     def close(self) -> None:
+        """Nothing is asked for any more, or only after another beginning."""
+        self._loop.close()
         meshes = " and ".join(f"{count} on mesh {mesh}" for mesh, count in self._meshes.items())
         logger.info(
             "[wan-dist] a sampler's forwards: %s; %.2f s in the ranks",
@@ -216,16 +216,6 @@ def _require_idle_loop() -> None:
             "another Wan Dist node of this graph is at work, and a stock sampler on a MODEL of Wan Dist cannot run "
             "beside it: let one use the other's output, or queue them as two graphs"
         )
-
-
-def _beside(work: Coroutine[Any, Any, T]) -> T:
-    """Have a coroutine done while this thread waits, whose own event loop may be in the middle of something.
-
-    What it calls of ComfyUI takes it for this thread's node.
-    """
-    context = contextvars.copy_context()
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="forward") as beside:
-        return beside.submit(context.run, asyncio.run, work).result()
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from comfy_wan_dist.ipc.messages import (
     TensorRef,
 )
 from devtools.mesh_runs import LocalJob, build_local_runner
+from workers.model import tokens
 from workers.model.wan import WanModel
 from workers.resident.prompts import EncodedPrompts
 from workers.resident.ropes import RopeTables
@@ -43,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """velocity: rank 0's is filled. encoded: how many texts the rank encoded for it."""
+    """velocity: what the rank wrote, NaN elsewhere. encoded: how many texts the rank encoded for it."""
 
     velocity: Tensor
     ledger: tuple[LedgerLine, ...]
@@ -52,10 +53,15 @@ class Answer:
 
 
 def run_forwards(
-    rank: int, mesh: str, spec: ModelSpec, calls: tuple[Call, ...], fault: Fault = no_fault
+    rank: int,
+    mesh: str,
+    spec: ModelSpec,
+    calls: tuple[Call, ...],
+    fault: Fault = no_fault,
+    machines: int = 1,
 ) -> list[Answer]:
     """One rank's answers to one call after the other, in a plane that was started for `mesh`."""
-    runner, agreement = build_local_runner(rank, mesh)
+    runner, agreement = build_local_runner(rank, mesh, machines=machines)
     answers = []
     encode = WanModel.encode_text
     for call in calls:
@@ -77,6 +83,13 @@ def run_forwards(
             Answer(velocity=tensors[-1], ledger=ledger, encoded=sum(encoded), error=error)
         )
     return answers
+
+
+def whole_velocity(ranks: Sequence[Answer]) -> Tensor:
+    """What the ranks have written together; no place may be left out or written twice."""
+    written = torch.stack([answer.velocity for answer in ranks])
+    assert bool((written.isfinite().sum(0) == 1).all())
+    return written.nan_to_num().sum(0)
 
 
 def build_forward_request(spec: ModelSpec, call: Call) -> tuple[ForwardRequest, list[Tensor]]:
@@ -127,6 +140,16 @@ def any_table_is_the_last_one() -> AbstractContextManager[Any]:
         return make(self, grid, 0, stop - start, device=device)
 
     return mock.patch.object(RopeTables, "__call__", shifted)
+
+
+def parts_written_at_the_beginning() -> AbstractContextManager[Any]:
+    """Each rank takes its tokens for the first ones."""
+    boxes = tokens.token_boxes
+
+    def shifted(grid: Any, start: int, stop: int) -> Any:
+        return boxes(grid, 0, stop - start)
+
+    return mock.patch.object(tokens, "token_boxes", shifted)
 
 
 def texts_in_another_order() -> AbstractContextManager[Any]:

@@ -18,7 +18,15 @@ from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, transformer_weights
 from devtools.mesh_runs import relative_error, single_groups
 from devtools.references import build_diffusers_transformer
-from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpatchify
+from workers.model.tokens import (
+    grid_of,
+    patchify,
+    rope_table,
+    token_boxes,
+    token_runs,
+    unpatchify,
+    write_tokens,
+)
 from workers.model.wan import (
     Norm,
     TokenRun,
@@ -78,6 +86,19 @@ def velocity(
         text=model.encode_text(text),
     )
     return unpatchify(tokens, grid)
+
+
+@pytest.mark.parametrize(("height", "width"), [(6, 8), (5, 7)])
+def test_tokens_are_written_to_their_places_whatever_part_they_are(height: int, width: int) -> None:
+    latent = torch.randn(2, 3, 3, height, width)
+    grid, tokens = grid_of(latent), patchify(latent)
+    for start in range(grid.tokens):
+        for stop in range(start, grid.tokens + 1):
+            assert len(list(token_boxes(grid, start, stop))) <= 5
+            written, others = torch.full_like(latent, -9), torch.full_like(tokens, -9)
+            write_tokens(tokens[:, start:stop], grid, start, written)
+            others[:, start:stop] = tokens[:, start:stop]
+            assert torch.equal(written, unpatchify(others, grid)[..., :height, :width])
 
 
 def inputs(

@@ -5,6 +5,9 @@ Token features are (row, column, channel), the order of the head's output, in bo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -50,14 +53,56 @@ def unpatchify(tokens_BLP: Tensor, grid: LatentGrid) -> Tensor:
     )
 
 
-def unpatchify_into(tokens_BLP: Tensor, grid: LatentGrid, latent_BCTHW: Tensor) -> None:
-    """Write what `unpatchify` gives, without its padding, into a latent: one pass over it where there is no padding."""
-    height, width = latent_BCTHW.shape[3:]
-    if height % 2 or width % 2:
-        latent_BCTHW.copy_(unpatchify(tokens_BLP, grid)[..., :height, :width])
-        return
-    places = rearrange(latent_BCTHW, "b c t (h p) (w q) -> b t h w p q c", p=2, q=2)
-    places.copy_(tokens_BLP.reshape(places.shape))
+def write_tokens(tokens_BLP: Tensor, grid: LatentGrid, start: int, latent_BCTHW: Tensor) -> None:
+    """Write tokens start..start+L-1 of a grid to their places in a latent, without its padding."""
+    channels = latent_BCTHW.shape[1]
+    for tokens, latent in zip(tokens_BLP, latent_BCTHW, strict=True):
+        for box in token_boxes(grid, start, start + tokens.shape[0]):
+            own, tokens = tokens.split([box.tokens, tokens.shape[0] - box.tokens])
+            for frame, part in zip(box.frames, own.chunk(len(box.frames)), strict=True):
+                place = latent[:, frame, _twice(box.rows), _twice(box.columns)]
+                # Frame by frame and with channels last between, both copies find what they read in the cache.
+                pixels = part.view(len(box.rows), len(box.columns), 2, 2, channels).transpose(1, 2)
+                pixels = pixels.reshape(2 * len(box.rows), 2 * len(box.columns), channels)
+                place.copy_(pixels[: place.shape[1], : place.shape[2]].movedim(-1, 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBox:
+    """Tokens that follow one another and fill a box of the grid."""
+
+    frames: range
+    rows: range
+    columns: range
+
+    @property
+    def tokens(self) -> int:
+        return len(self.frames) * len(self.rows) * len(self.columns)
+
+
+def token_boxes(grid: LatentGrid, start: int, stop: int) -> Iterator[TokenBox]:
+    """The boxes, in order, that tokens start..stop-1 fill: at most five."""
+    while start < stop:
+        count, per_frame = stop - start, grid.tokens_per_frame
+        frame, place = divmod(start, per_frame)
+        row, column = divmod(place, grid.columns)
+        frames, rows, columns = 1, 1, min(count, grid.columns - column)
+        if column == 0 and count >= grid.columns:
+            rows = min(count // grid.columns, grid.rows - row)
+        if place == 0 and count >= per_frame:
+            frames = count // per_frame
+        box = TokenBox(
+            frames=range(frame, frame + frames),
+            rows=range(row, row + rows),
+            columns=range(column, column + columns),
+        )
+        yield box
+        start += box.tokens
+
+
+def _twice(places: range) -> slice:
+    """Of rows or columns of tokens those of the latent."""
+    return slice(2 * places.start, 2 * places.stop)
 
 
 def token_runs(

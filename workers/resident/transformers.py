@@ -266,9 +266,13 @@ class Transformers:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerWork:
-    """What one rank does its plane's requests for a transformer with."""
+    """What one rank does its plane's requests for a transformer with.
+
+    is_one_machine: every rank of the plane sees a request's result.
+    """
 
     plane: PlaneGroups
     transformers: Transformers
     device: torch.device
+    is_one_machine: bool
     ropes: RopeTables = field(default_factory=RopeTables)

@@ -21,7 +21,7 @@ from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.mesh.shape import ConditionKind, LatentGrid, WanShape
 from comfy_wan_dist.mesh.shards import ShardRange, TokenShards, shard_range, token_shards
 from comfy_wan_dist.mesh.validate import validate_grid, validate_model
-from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpatchify
+from workers.model.tokens import grid_of, patchify, rope_table, token_runs, unpatchify, write_tokens
 from workers.model.wan import TextKeysValues, TokenRun, WanModel
 from workers.parallel.groups import MeshGroups
 from workers.parallel.stages import MicroBatch, forward_in_stages
@@ -87,12 +87,25 @@ class RankInputs:
 
     def gather(self, x_BLP: Tensor) -> Tensor:
         """The latent [B, C, T, h, w] on every rank. Collectives: a gather on cp, one on dp, and with sp one on tp."""
-        tokens = self.gather_tokens(x_BLP)
+        tokens = self.groups.dp.gather_rows(self._own_samples(x_BLP), self.samples.sizes)
         return unpatchify(tokens, self.grid)[..., : self.size[3], : self.size[4]]
 
-    def gather_tokens(self, x_BLP: Tensor) -> Tensor:
-        """All tokens of all samples on every rank. Collectives: those of `gather`."""
-        return self.groups.dp.gather_rows(self._own_samples(x_BLP), self.samples.sizes)
+    def write(self, x_BLP: Tensor, latent: Tensor) -> None:
+        """Write this rank's part into the latent [B, C, T, h, w], which all ranks see. No collectives.
+
+        Ranks that have the same part share the writing.
+        """
+        groups = self.groups
+        copies, copy = 1, 0
+        for axis in (groups.cfg, groups.pp, *([] if groups.degrees.sp else [groups.tp])):
+            copies, copy = copies * axis.size, copy * axis.size + axis.rank
+        own = shard_range(x_BLP.shape[1], parts=copies, rank=copy)
+        write_tokens(
+            x_BLP[:, own.start : own.stop].cpu(),
+            self.grid,
+            self.shards.start + own.start,
+            latent[self.samples.start : self.samples.stop],
+        )
 
     def pad(self, x_BLP: Tensor) -> Tensor:
         """x with its padding as `patchify` makes it. Collectives: if there is any those of `gather` but dp's."""
