@@ -1,7 +1,7 @@
 """Section "bridge": ComfyUI's own samplers on a MODEL whose forwards run in a group, on the CPU, one thread each rank.
 
-- What a call takes beyond the model's own work: ranks whose layers do nothing get and answer a latent of 10.2 MB, which
-  is made into tokens and back on the way.
+- What a call takes beyond the model's own work: ranks whose layers do nothing get and answer a latent of 10.2 MB. What
+  making it into tokens and back takes, of which each rank has its share, is measured in this process and left out.
 - A sampler's run of real forwards, beside the same run inside the group (WanDistSampler), and beside ComfyUI's native
   MODEL in this process with as many threads as there are ranks.
 
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +35,11 @@ from .timing import Comparison, Row, build_row, interleave
 SECTION = "bridge"
 IDLE = WanShape(dim=256, ffn_dim=256, num_layers=1, in_dim=48, out_dim=48)
 IDLE_LATENT = (1, 48, 13, 64, 64)
-IDLE_MESHES = ("single", "cfg2", "tp2")
+IDLE_MESHES = {"single": (1, 1), "cfg2": (2, 2), "tp2": (1, 2)}
+"""By mesh: among how many ranks the tokens to be made are shared, and those to be written."""
 IDLE_RUNNER = "benchmarks.bridge:build_idle_runner"
 HAND_OVER_S = 0.005
-HAND_OVER = "5 ms"
+HAND_OVER = "tokens + 5 ms"
 REAL = WanShape(dim=1024, ffn_dim=4096, num_layers=4, in_dim=48, out_dim=48)
 REAL_GRID = LatentGrid(frames=5, rows=16, columns=16)
 REAL_MESHES = ("cfg2", "tp2")
@@ -53,7 +54,9 @@ def measure(
     budget_s: float,
     report: Callable[[Row], None],
     idle: tuple[int, ...] = IDLE_LATENT,
+    idle_meshes: Sequence[str] = tuple(IDLE_MESHES),
     real: tuple[WanShape, LatentGrid] = (REAL, REAL_GRID),
+    real_meshes: Sequence[str] = REAL_MESHES,
 ) -> None:
     """All rows of the section; `budget_s` is the measured time of each mesh."""
     use_comfyui()
@@ -61,9 +64,9 @@ def measure(
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for mesh in IDLE_MESHES:
+        for mesh in idle_meshes:
             report(_hand_over(mesh, idle, budget_s))
-        for mesh in REAL_MESHES:
+        for mesh in real_meshes:
             for row in _runs(mesh, *real, budget_s):
                 report(row)
     finally:
@@ -99,8 +102,9 @@ def _hand_over(mesh: str, latent: tuple[int, ...], budget_s: float) -> Row:
         predict = _open_run(handle)
 
         def call() -> float:
+            again = text.clone()  # as ComfyUI makes a tensor of equal values for every call
             started = time.perf_counter()
-            predict(x, timesteps, text.clone())
+            predict(x, timesteps, again)
             return time.perf_counter() - started
 
         megabytes = 4 * x.numel() / 1e6
@@ -109,10 +113,29 @@ def _hand_over(mesh: str, latent: tuple[int, ...], budget_s: float) -> Row:
             ours="call",
             other=HAND_OVER,
             limit=1.0,
-            note="text compared, latent to tokens and back included",
+            note="text compared",
         )
-        things = {"call": call, HAND_OVER: lambda: HAND_OVER_S}
+        things = {"call": call, HAND_OVER: lambda: _tokens_s(x, *IDLE_MESHES[mesh]) + HAND_OVER_S}
         return build_row(SECTION, comparison, interleave(things, [comparison], budget_s=budget_s))
+
+
+def _tokens_s(x: Tensor, makers: int, writers: int) -> float:
+    """How long one thread takes for a rank's share of making tokens of a latent, and of writing them to another."""
+    from comfy_wan_dist.mesh.shards import shard_range, token_shards
+    from workers.model.tokens import grid_of, write_tokens
+    from workers.sampling.forward import own_tokens
+
+    grid, batch = grid_of(x), shard_range(x.shape[0], parts=1, rank=0)
+    made = token_shards(grid.tokens, cp=(makers, 0), sp=(1, 0))
+    result, threads = x.clone(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        started = time.perf_counter()
+        tokens = own_tokens(x, batch, made)
+        write_tokens(tokens[:, : grid.tokens // writers], grid, 0, result)
+        return time.perf_counter() - started
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _open_run(handle: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import vae_programs
 
-from benchmarks import bench, denoise, gpu, transfer, vae
+from benchmarks import bench, bridge, denoise, gpu, transfer, vae
 from benchmarks.chart import draw_chart
 from benchmarks.models import Workload
 from benchmarks.timing import (
@@ -203,6 +203,31 @@ def test_vae_memory_row_tells_growth_from_none() -> None:
     with RankPool() as pool:
         ((size, peak),) = pool.run(1, vae_programs.peak_of_a_tensor)
     assert peak >= size * 0.9
+
+
+def bridge_rows(rank: int) -> list[Row]:
+    rows: list[Row] = []
+    bridge.measure(
+        budget_s=0.0,
+        report=rows.append,
+        idle=(1, 48, 2, 4, 4),
+        idle_meshes=("single",),
+        real=(dataclasses.replace(TINY.shape, text_dim=4096), TINY.grid),
+        real_meshes=("cfg2",),
+    )
+    return rows
+
+
+def test_bridge_rows_compare_with_the_loop_in_the_group_and_with_the_native_model(
+    rank_pool: RankPool, comfyui_path: Path
+) -> None:
+    (rows,) = rank_pool.run(1, bridge_rows)
+    assert [(r.case.partition(",")[0], r.limit) for r in rows] == [
+        ("a call that computes nothing / tokens + 5 ms", 1.0),
+        ("own MODEL / WanDistSampler", None),
+        ("own MODEL / native MODEL", None),
+    ]
+    assert all(r.ratio is not None and r.ratio > 0 for r in rows)
 
 
 def test_transfer_rows_are_well_formed_and_nothing_is_left_running() -> None:
