@@ -13,14 +13,12 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..ipc.errors import (
-    InsufficientMemoryError,
     MachineLost,
     WanDistError,
     WorkerDied,
@@ -28,9 +26,8 @@ from ..ipc.errors import (
     WorkerStopped,
     WorkerTimeout,
 )
-from ..ipc.messages import Done, Progress, Request, SampleRequest
+from ..ipc.messages import Done, Progress, SampleRequest
 from ..ipc.shared import BufferPool, KeptTensor, Parcel
-from ..mesh.devices import DeviceList
 from .client import WorkerGroup
 from .queue import SETTLE_S, Piece, PlaneQueue, Ticket
 from .registry import GroupRegistry
@@ -58,13 +55,11 @@ class Caller:
     """Whoever has pieces done, and what it does meanwhile in its own event loop.
 
     on_progress: gets the number of the piece too. check_interrupt: called at least every 50 ms; what it raises cancels
-    all pieces of the caller. make_room: asks for memory on CUDA devices before a group starts there, and before the
-    one retry of a piece that found too little.
+    all pieces of the caller.
     """
 
     on_progress: PieceProgress = lambda piece, progress: None
     check_interrupt: InterruptCheck = ignore
-    make_room: Callable[[DeviceList], None] = lambda devices: None
 
 
 class Scheduler:
@@ -76,7 +71,6 @@ class Scheduler:
         self._pool = BufferPool()
         self._lock = threading.Lock()
         self._failed_starts: set[GroupKey] = set()
-        self._calls: Counter[asyncio.AbstractEventLoop] = Counter()
 
     def parcel(self) -> Parcel:
         """Room for the tensors of a node's pieces, which any plane can use."""
@@ -106,11 +100,8 @@ class Scheduler:
 
         Raises what WorkerGroup.run and GroupRegistry.lease raise.
         """
-        loop = asyncio.get_running_loop()
         tickets = self._queue.tickets(planes, pieces, fds)
         self._queue.enter(tickets)
-        with self._lock:
-            self._calls[loop] += 1
         tasks = [
             asyncio.create_task(self._run_piece(ticket, index, caller))
             for index, ticket in enumerate(tickets)
@@ -126,16 +117,9 @@ class Scheduler:
                     await asyncio.wait(tasks)
             raise
         finally:
-            with self._lock:
-                self._calls -= Counter([loop])
             # A task that is cancelled before its first step leaves its ticket.
             for ticket in tickets:
                 self._queue.leave(ticket)
-
-    def is_at_work_in(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether pieces are driven by this event loop, and would stand still if it were held up."""
-        with self._lock:
-            return self._calls[loop] > 0
 
     def call_off_waiting(self) -> None:
         """Make all waiting pieces raise WorkerStopped, and free idle buffers."""
@@ -194,7 +178,9 @@ class Scheduler:
             async with self._leased(run.plane, caller) as group:
                 with self.parcel() as parcel:
                     request, fds = run.join(parcel)
-                    answers = await self._run_on(group, request, fds, show, caller)
+                    answers = await group.run(
+                        request, fds, on_progress=show, check_interrupt=caller.check_interrupt
+                    )
                     if run.requests > 1:
                         assert isinstance(request, SampleRequest), "only these share runs"
                         run.hand_out(parcel.tensor(request.result), answers)
@@ -223,8 +209,6 @@ class Scheduler:
 
     @contextlib.asynccontextmanager
     async def _leased(self, plane: LaunchSpec, caller: Caller) -> AsyncIterator[WorkerGroup]:
-        if all(group.spec.key != plane.key for group in self._groups.running_groups()):
-            caller.make_room(plane.used_devices)
         async with contextlib.AsyncExitStack() as stack:
             lease = self._groups.lease(plane, check_interrupt=caller.check_interrupt)
             try:
@@ -236,27 +220,6 @@ class Scheduler:
             with self._lock:
                 self._failed_starts.discard(plane.key)
             yield group
-
-    async def _run_on(
-        self,
-        group: WorkerGroup,
-        request: Request,
-        fds: tuple[int, ...],
-        on_progress: Callable[[Progress], None],
-        caller: Caller,
-    ) -> tuple[Done, ...]:
-        async def run() -> tuple[Done, ...]:
-            return await group.run(
-                request, fds, on_progress=on_progress, check_interrupt=caller.check_interrupt
-            )
-
-        try:
-            return await run()
-        except InsufficientMemoryError:
-            if group.spec.devices.kind != "cuda":
-                raise
-        caller.make_room(group.spec.used_devices)
-        return await run()
 
     async def _turn(self, ticket: Ticket, caller: Caller) -> SharedRun:
         """Wait for a plane, or for a place in another's run."""

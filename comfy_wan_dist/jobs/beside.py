@@ -1,40 +1,84 @@
-"""An event loop beside a thread whose own may be in the middle of something, and which waits for what the loop does."""
+"""An event loop beside the thread that a node runs in.
+
+ComfyUI's nodes share one thread and its event loop, and a stock sampler holds both up until it ends. What goes on in
+this loop goes on all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from ..group.waiting import POLL_S, attended, outlast
 
 T = TypeVar("T")
 
 
 class LoopBeside:
-    """An event loop in a thread of its own, from the first use until it is closed. For one thread at a time."""
+    """An event loop in a thread of its own, from the first use until it is closed. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._serving: _Serving | None = None
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns or raises. What it calls of ComfyUI takes it for this thread's node."""
-        if self._serving is None:
-            self._serving = _serve()
-        done = asyncio.run_coroutine_threadsafe(work, self._serving.loop)
+    async def attended(self, work: Coroutine[Any, Any, T], attend: Callable[[], None]) -> T:
+        """What `work`, done in the loop, returns or raises; this thread's own loop is free meanwhile.
+
+        attend: called in this thread at least every 50 ms if its loop is not held up, and once more when `work` is
+        done. What it raises, and a cancellation, cancel `work`, and are raised once that has ended.
+        """
+        task, done = self._begin(work)
         try:
+            return await attended(done, attend)
+        except BaseException:
+            self._cancel(task)
+            await outlast(done.done)
+            raise
+
+    def blocking(self, work: Coroutine[Any, Any, T], attend: Callable[[], None]) -> T:
+        """`attended` for a thread that has nothing else to do, or whose loop is held up anyway."""
+        task, done = self._begin(work)
+        try:
+            while not wait([done], timeout=POLL_S).done:
+                attend()
+            attend()
             return done.result()
-        except BaseException:  # of the wait, such as KeyboardInterrupt; else it is over already
-            done.cancel()
+        except BaseException:
+            self._cancel(task)
+            wait([done])
             raise
 
     def close(self) -> None:
-        """End the thread, once what was broken off has ended. `run` begins another."""
+        """End the thread. What is begun after that has another."""
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.loop.call_soon_threadsafe(serving.closing.set)
             serving.thread.join()
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], Future[T]]:
+        """The task, and a future that is done when the task has ended, whichever way."""
+        if self._serving is None:
+            self._serving = _serve()
+        loop = self._serving.loop
+        begun: Future[asyncio.Task[T]] = Future()
+        done: Future[T] = Future()
+
+        def begin() -> None:
+            task = loop.create_task(work)
+            task.add_done_callback(lambda ended: _hand_over(ended, done))
+            begun.set_result(task)
+
+        loop.call_soon_threadsafe(
+            begin
+        )  # in a copy of this thread's context: what asks ComfyUI asks for this node
+        return begun.result(), done
+
+    def _cancel(self, task: asyncio.Task[T]) -> None:
+        assert self._serving is not None, "it is closed after its last use"
+        self._serving.loop.call_soon_threadsafe(task.cancel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,3 +103,12 @@ def _serve() -> _Serving:
     thread.start()
     loop, closing = started.result()
     return _Serving(loop=loop, closing=closing, thread=thread)
+
+
+def _hand_over(ended: asyncio.Task[T], done: Future[T]) -> None:
+    if ended.cancelled():
+        done.set_exception(asyncio.CancelledError())
+    elif (error := ended.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(ended.result())

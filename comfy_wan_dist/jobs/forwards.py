@@ -1,11 +1,10 @@
 """Single forwards for ComfyUI's own samplers, each a job of its own: x and timesteps to a velocity.
 
-A sampler calls in a thread whose event loop it holds up, so the job has a loop of its own beside it.
+A sampler calls in the thread of ComfyUI's nodes, whose event loop it holds up; the calling thread waits.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from collections import Counter
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..comfyui.patches import CarriedPatches
-from ..group.default import default_groups
 from ..group.queue import Piece
 from ..ipc.errors import ConfigError
 from ..ipc.messages import COND, Condition, ForwardRequest, TensorRef
@@ -87,7 +85,7 @@ class SamplerRun:
         timesteps [B] or [B, T]; text [B, S, text_dim]; all float32. Raises what the ranks raise.
         """
         sent = self._texts.find(text)
-        return self._loop.run(self._predict(x, timesteps.reshape(x.shape[0], -1), sent))
+        return self._predict(x, timesteps.reshape(x.shape[0], -1), sent)
 
     def close(self) -> None:
         """Nothing is asked for any more, or only after another beginning."""
@@ -99,14 +97,14 @@ class SamplerRun:
             self._seconds,
         )
 
-    async def _predict(self, x: Tensor, timesteps: Tensor, text: SentText) -> Tensor:
+    def _predict(self, x: Tensor, timesteps: Tensor, text: SentText) -> Tensor:
         model = self._model
         planes = planes_for(model)
-        async with open_session(planes) as session:
+        with open_session(planes, self._loop) as session:
             result = session.reserve((x.shape[0], model.shape.out_dim, *x.shape[2:]))
             requests = _build_requests(session, model, x, timesteps, text, result)
             pieces = [_build_piece(request, model, planes[0].degrees) for request in requests]
-            outcomes = await session.run([piece for piece, _ in pieces])
+            outcomes = session.run_blocking([piece for piece, _ in pieces])
             self._meshes.update(str(mesh) for _, mesh in pieces)
             self._seconds += max(answer.seconds for each in outcomes for answer in each.answers)
             return session.tensor(result)
@@ -132,7 +130,6 @@ class SamplerRuns:
 
         Raises ModelFileError, MeshError, ConfigError.
         """
-        _require_idle_loop()
         if patches.files and self._handle.machines > 1:
             raise ConfigError(
                 "LoRAs of ComfyUI's own loaders reach the ranks of one machine only; use Wan Dist LoRA, with its file "
@@ -200,22 +197,6 @@ def _build_piece(
         is_one_of_many=True,
     )
     return piece, mesh
-
-
-def _require_idle_loop() -> None:
-    """A stock sampler holds up the event loop of its thread, where the jobs of this pack's other nodes wait to go on.
-
-    Raises ConfigError, as otherwise each would wait for the other.
-    """
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    if default_groups().scheduler.is_at_work_in(loop):
-        raise ConfigError(
-            "another Wan Dist node of this graph is at work, and a stock sampler on a MODEL of Wan Dist cannot run "
-            "beside it: let one use the other's output, or queue them as two graphs"
-        )
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

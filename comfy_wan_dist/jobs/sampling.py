@@ -107,7 +107,7 @@ class Sampling:
 async def sample(sampling: Sampling, model: ResolvedModel) -> tuple[Tensor, str]:
     """The batch's latent, normalised, and the report. Raises what the ranks raise."""
     planes = planes_for(model)
-    async with open_session(planes) as session:
+    with open_session(planes) as session:
         result = session.reserve(sampling.tensors.noisy.shape)
         requests = build_requests(session, sampling, model, planes[0].degrees, result)
         pieces = [build_piece(request, model, planes[0].degrees) for request in requests]

@@ -1,6 +1,6 @@
 """One job of one node: cut it into pieces, have the planes do them, wait as a ComfyUI node should.
 
-async with session.open_session(planes) as session:
+with session.open_session(planes) as session:
     request = DecodeRequest(id=session.id, ..., latent=session.send(latent), result=session.reserve(shape))
     await session.run([Piece(request=request, cost=flops)])
     images = session.tensor(request.result)
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +26,13 @@ from ..group.progress import overall
 from ..group.queue import Piece
 from ..group.scheduler import Caller, Outcome, Scheduler
 from ..group.spec import LaunchSpec, plane_specs
+from ..ipc.errors import InsufficientMemoryError
 from ..ipc.messages import Progress, TensorRef
 from ..ipc.shared import KeptTensor, Parcel
 from ..mesh.degrees import parse_mesh
 from ..mesh.devices import parse_devices
 from ..mesh.report import peak_text
+from .beside import LoopBeside
 from .handle import ModelHandle, ResolvedModel, resolve_model
 
 logger = logging.getLogger("comfy_wan_dist")
@@ -68,14 +72,44 @@ def planes_of(handle: ModelHandle) -> tuple[LaunchSpec, ...]:
     return planes_for(resolve(handle))
 
 
+class Watch:
+    """What the executing node shows and hears while its pieces are done."""
+
+    def __init__(self, pieces: int) -> None:
+        self._bar = ProgressReporter()
+        self._latest: list[Progress | None] = [None] * pieces
+        self._noted: deque[tuple[int, Progress]] = deque()
+
+    def note(self, piece: int, progress: Progress) -> None:
+        """Called in whatever thread it comes to be known in."""
+        self._noted.append((piece, progress))
+
+    def attend(self) -> None:
+        """Show what was noted, and raise if the user asked to stop. Called in the node's own thread."""
+        while self._noted:
+            piece, progress = self._noted.popleft()
+            self._latest[piece] = progress
+            self._bar.update(
+                *overall(self._latest)
+            )  # a plane that loads while others work moves nothing
+        check_interrupt()
+
+
 class Session:
     """Tensors and the run of one node's job. Made by `open_session`."""
 
-    def __init__(self, scheduler: Scheduler, planes: Sequence[LaunchSpec], parcel: Parcel) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        planes: Sequence[LaunchSpec],
+        parcel: Parcel,
+        loop: LoopBeside,
+    ) -> None:
         self.id = uuid.uuid4().hex
         self._scheduler = scheduler
         self._planes = tuple(planes)
         self._parcel = parcel
+        self._loop = loop
 
     def send(self, tensor: Tensor) -> TensorRef:
         """Copy a tensor to where the ranks see it."""
@@ -103,17 +137,52 @@ class Session:
     async def run(self, pieces: Sequence[Piece]) -> tuple[Outcome, ...]:
         """Have the pieces done, with ComfyUI's progress bar and interrupt. Raises what the ranks raise.
 
-        When a device is short of memory, ComfyUI's own models are moved off it and the piece is tried once more.
+        When a device is short of memory, ComfyUI's own models are moved off it and the pieces are tried once more.
         """
-        bar = ProgressReporter()
-        latest: list[Progress | None] = [None] * len(pieces)
+        watch = self._watch(pieces)
+        try:
+            outcomes = await self._loop.attended(self._work(pieces, watch), watch.attend)
+        except InsufficientMemoryError:
+            if not self._makes_room():
+                raise
+            outcomes = await self._loop.attended(self._work(pieces, watch), watch.attend)
+        return self._logged(pieces, outcomes)
 
-        def show(piece: int, progress: Progress) -> None:
-            latest[piece] = progress
-            bar.update(*overall(latest))  # a plane that loads while others work moves nothing
+    def run_blocking(self, pieces: Sequence[Piece]) -> tuple[Outcome, ...]:
+        """`run` for a thread that may be in the middle of its own event loop."""
+        watch = self._watch(pieces)
+        try:
+            outcomes = self._loop.blocking(self._work(pieces, watch), watch.attend)
+        except InsufficientMemoryError:
+            if not self._makes_room():
+                raise
+            outcomes = self._loop.blocking(self._work(pieces, watch), watch.attend)
+        return self._logged(pieces, outcomes)
 
-        caller = Caller(on_progress=show, check_interrupt=check_interrupt, make_room=free_devices)
-        outcomes = await self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
+    def _watch(self, pieces: Sequence[Piece]) -> Watch:
+        """Begin to watch pieces; where a group will have to start, ComfyUI's own models make room first."""
+        running = {group.spec.key for group in default_groups().registry.running_groups()}
+        for plane in self._planes:
+            if plane.key not in running:
+                free_devices(plane.used_devices)
+        return Watch(len(pieces))
+
+    def _work(
+        self, pieces: Sequence[Piece], watch: Watch
+    ) -> Coroutine[Any, Any, tuple[Outcome, ...]]:
+        caller = Caller(on_progress=watch.note)
+        return self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
+
+    def _makes_room(self) -> bool:
+        """Whether ComfyUI has moved its own models off the devices, where it can have some there."""
+        on_cuda = [plane.used_devices for plane in self._planes if plane.devices.kind == "cuda"]
+        for devices in on_cuda:
+            free_devices(devices)
+        return bool(on_cuda)
+
+    def _logged(
+        self, pieces: Sequence[Piece], outcomes: tuple[Outcome, ...]
+    ) -> tuple[Outcome, ...]:
         for piece, outcome in zip(pieces, outcomes, strict=True):
             bytes_read = sum(answer.bytes_read for answer in outcome.answers)
             logger.log(
@@ -140,9 +209,15 @@ def keep_tensor(tensor: Tensor) -> KeptTensor:
     return default_groups().scheduler.keep(tensor)
 
 
-@asynccontextmanager
-async def open_session(planes: Sequence[LaunchSpec]) -> AsyncIterator[Session]:
-    """A job for any of `planes`. Groups are found or started when a piece needs one."""
+@contextmanager
+def open_session(planes: Sequence[LaunchSpec], loop: LoopBeside | None = None) -> Iterator[Session]:
+    """A job for any of `planes`. Groups are found or started when a piece needs one.
+
+    loop: of a caller that keeps one for many sessions.
+    """
     scheduler = default_groups().scheduler
-    with scheduler.parcel() as parcel:
-        yield Session(scheduler, planes, parcel)
+    with ExitStack() as stack:
+        if loop is None:
+            loop = LoopBeside()
+            stack.callback(loop.close)
+        yield Session(scheduler, planes, stack.enter_context(scheduler.parcel()), loop)

@@ -46,7 +46,7 @@ async def decode_latent(
     # Videos of a batch go to whichever plane is free.
     sizes = (1,) * batch if len(planes) > 1 else (batch,)
     images = [size * pixel_frames(frames) for size in sizes]
-    async with open_session(planes) as session:
+    with open_session(planes) as session:
         result = session.reserve((sum(images), height, width, 3), image_dtype)
         parts = zip(session.send_split(latent, sizes), split_ref(result, images), strict=True)
         pieces = [
@@ -97,7 +97,7 @@ async def start_latent(
     vae = resolve_vae(model_path("vae", vae_name), vae_dtype, devices=planes[0].devices)
     latent = mean_latent(latent)
     mask = torch.ones(1, 1, *latent.shape[2:])
-    async with open_session(planes) as session:
+    with open_session(planes) as session:
 
         async def encode(images: Tensor, name: str) -> Tensor:
             images = fit_images(images, width=width, height=height, multiple=VAE_STRIDE)

@@ -55,6 +55,7 @@ def shown_of(job: Said, bar: Callable[[Callable[[int, int], None]], Any]) -> lis
     import comfy.utils
 
     from comfy_wan_dist.ipc.messages import Progress
+    from comfy_wan_dist.jobs.beside import LoopBeside
     from comfy_wan_dist.jobs.session import Session
 
     sent: list[tuple[int, int]] = []
@@ -66,10 +67,12 @@ def shown_of(job: Said, bar: Callable[[Callable[[int, int], None]], Any]) -> lis
             caller.on_progress(0, Progress(id="", phase=phase, done=done, total=total))
         raise Over
 
-    session = Session(mock.Mock(run=run), (), mock.Mock())
+    loop = LoopBeside()
+    session = Session(mock.Mock(run=run), (), mock.Mock(), loop)
     own = bar(lambda value, total: sent.append((value, total)))
     with mock.patch.object(comfy.utils, "ProgressBar", own), contextlib.suppress(Over):
         asyncio.run(session.run([mock.Mock()]))
+    loop.close()
     return sent
 
 

@@ -284,7 +284,6 @@ class SamplerNode:
     cost: float = 1.0
     most_samples: int = 2
     check: Callable[[], None] = lambda: None
-    make_room: Callable[[DeviceList], None] = lambda devices: None
     progress: list[int] = field(default_factory=list)
     checks: list[float] = field(default_factory=list)
     spoilt: Tensor | None = None
@@ -298,7 +297,6 @@ class SamplerNode:
             host = Caller(
                 on_progress=lambda _, progress: self.progress.append(progress.done),
                 check_interrupt=self._check,
-                make_room=self.make_room,
             )
             try:
                 (outcome,) = await self.scheduler.run(self.planes, [piece], parcel.fds, caller=host)
@@ -795,15 +793,12 @@ def test_request_with_a_wrong_descriptor_harms_nobody_else(
     assert fake.runs() == ["a", "b"]
 
 
-def test_too_little_memory_makes_room_once_then_each_is_run_alone(
+def test_too_little_memory_for_all_leaves_each_to_be_run_alone(
     scheduler: Scheduler, fake: FakePlanes
 ) -> None:
     fake.behaviour = lambda spec, id: InsufficientMemoryError("short") if "+" in id else None
-    rooms: list[DeviceList] = []
-    cuda = stages(1, kind="cuda")
-    together(*(SamplerNode(scheduler, name, planes=cuda, make_room=rooms.append) for name in "ab"))
-    assert fake.runs() == ["a+b", "a+b", "a", "b"]
-    assert rooms == [cuda[0].devices] * 2  # before the start, and before the second try
+    together(*(SamplerNode(scheduler, name, planes=stages(1, kind="cuda")) for name in "ab"))
+    assert fake.runs() == ["a+b", "a", "b"]
 
 
 def test_stop_calls_off_what_waits_and_not_what_shares_a_run(

@@ -37,7 +37,6 @@ from comfy_wan_dist.ipc.errors import (
 from comfy_wan_dist.ipc.messages import Done, Progress, Request
 from comfy_wan_dist.mesh.choice import piece_sizes
 from comfy_wan_dist.mesh.degrees import MeshDegrees
-from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.flops import rank_flops, vae_flops
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import Workload
@@ -318,19 +317,6 @@ def test_plane_that_does_not_start_leaves_its_work_to_the_others(
         run(scheduler, pieces(3, 3))
     with pytest.raises(WorkerStartError):
         run(scheduler, pieces(1), on=planes(1))
-
-
-def test_too_little_memory_makes_room_once_on_cuda_only(
-    scheduler: Scheduler, fake: FakePlanes
-) -> None:
-    short = [InsufficientMemoryError("short")]
-    fake.behaviour = lambda spec, id: short.pop() if short else None
-    rooms: list[DeviceList] = []
-    cuda = replace(planes(1)[0], devices=DeviceList(kind="cuda", indices=(0,)))
-    run(scheduler, pieces(1), on=[cuda], caller=Caller(make_room=rooms.append))
-    assert rooms == [cuda.devices] * 2  # before the start, and for the retry
-    run(scheduler, pieces(1), on=[cuda], caller=Caller(make_room=rooms.append))
-    assert len(rooms) == 2  # it runs
 
 
 # ---- interrupt and cancellation

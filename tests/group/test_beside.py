@@ -1,0 +1,126 @@
+"""The event loop beside a node's thread: it goes on when the node's own is held up, and ends what is broken off."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from comfy_wan_dist.jobs.beside import LoopBeside
+
+NODE = contextvars.ContextVar("NODE", default="none")
+
+
+class Interrupted(Exception): ...
+
+
+@pytest.fixture
+def beside() -> Iterator[LoopBeside]:
+    threads = set(threading.enumerate())
+    loop = LoopBeside()
+    yield loop
+    loop.close()
+    loop.close()
+    assert set(threading.enumerate()) <= threads
+
+
+async def work(seconds: float = 0.0, ended: list[str] | None = None) -> str:
+    try:
+        await asyncio.sleep(seconds)
+        return f"{NODE.get()} {threading.current_thread().name}"
+    finally:
+        if ended is not None:
+            await asyncio.sleep(0.1)  # ranks are told, and answer
+            ended.append("ended")
+
+
+def nothing() -> None: ...
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+def test_work_goes_on_while_the_own_loop_is_held_up(beside: LoopBeside) -> None:
+    ended: list[str] = []
+
+    async def node() -> str:
+        return await beside.attended(work(0.05, ended), nothing)
+
+    async def main() -> None:
+        task = asyncio.create_task(node())
+        await asyncio.sleep(0.01)
+        deadline = time.monotonic() + 5
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)  # a stock sampler
+        assert ended
+        assert not task.done()
+        await task
+
+    asyncio.run(main())
+
+
+def test_a_thread_may_wait_in_the_middle_of_its_own_loop(beside: LoopBeside) -> None:
+    attended: list[str] = []
+
+    async def main() -> None:
+        NODE.set("a node")
+        assert beside.blocking(
+            work(0.2), lambda: attended.append(threading.current_thread().name)
+        ).startswith("a node wan-dist")
+        assert beside.blocking(work(), nothing).startswith("a node")
+
+    asyncio.run(main())
+    assert len(attended) > 2
+    assert set(attended) == {threading.current_thread().name}
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_an_interrupt_is_raised_once_the_work_has_ended(
+    beside: LoopBeside, is_blocking: bool
+) -> None:
+    ended: list[str] = []
+
+    async def main() -> str:
+        if is_blocking:
+            return beside.blocking(work(60, ended), interrupt)
+        return await beside.attended(work(60, ended), interrupt)
+
+    with pytest.raises(Interrupted):
+        asyncio.run(main())
+    assert ended
+
+
+def test_a_cancelled_node_outlasts_its_work(beside: LoopBeside) -> None:
+    ended: list[str] = []
+
+    async def main() -> None:
+        task = asyncio.create_task(beside.attended(work(60, ended), nothing))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.sleep(0.02)
+        task.cancel()  # once more, while the work ends
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_errors_come_through_and_it_goes_on(beside: LoopBeside, is_blocking: bool) -> None:
+    async def fail() -> None:
+        raise OSError("broken")
+
+    async def main() -> None:
+        if is_blocking:
+            beside.blocking(fail(), nothing)
+        await beside.attended(fail(), nothing)
+
+    with pytest.raises(OSError, match="broken"):
+        asyncio.run(main())
+    assert "wan-dist" in beside.blocking(work(), nothing)
