@@ -57,7 +57,7 @@ def rank_memory(job: Workload, degrees: MeshDegrees, rank: int) -> RankMemory:
     """What rank `rank` of the job's mesh holds at its largest moment."""
     share = rank_share(job, degrees, rank)
     dim, tokens = job.shape.dim, share.shards
-    text_rows = share.text_batch * sum(share.branches) * share.blocks
+    text_rows = job.kept_texts * share.text_batch * sum(share.branches) * share.blocks
     latent = share.samples.size * job.shape.token_dim * BY_NAME["float32"].bytes
     rope = tokens.cp.size * HEAD_DIM // 2 * 8  # complex64
     images = tokens.sp.size * image_bytes(share)

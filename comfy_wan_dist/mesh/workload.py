@@ -19,6 +19,9 @@ from .shards import ShardRange, TokenShards, shard_range, token_shards
 
 MAX_BATCH = 4096
 """As many as ComfyUI's own nodes make in one job. The plan looks at each sample of a batch."""
+KEPT_TEXTS = 2
+"""Batches of prompts that ranks keep encoded between single forwards: the prompt and the negative prompt where they
+differ in length, and are asked for in turn."""
 TEXT_TOKENS = 512
 """A prompt's tokens: ComfyUI and the official code pad to this length, and padding is attended."""
 
@@ -38,7 +41,8 @@ class Workload:
     """A sampling job.
 
     guided: with a negative prompt. text_tokens: of the prompt and of the negative prompt. text_batch: embeddings per
-    prompt, 1 or `batch`. timestep_rows: distinct timesteps in a forward, 2 if the first frame is given.
+    prompt, 1 or `batch`. kept_texts: how many times as much of them is kept as a forward needs. timestep_rows:
+    distinct timesteps in a forward, 2 if the first frame is given.
     """
 
     shape: WanShape
@@ -49,6 +53,7 @@ class Workload:
     dtype: str = "bfloat16"
     text_tokens: tuple[int, int] = (TEXT_TOKENS, TEXT_TOKENS)
     text_batch: int = 1
+    kept_texts: int = 1
     timestep_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -101,6 +106,7 @@ def forward_workload(request: ForwardRequest, shape: WanShape) -> Workload:
         dtype=request.model.dtype,
         text_tokens=(_text_tokens(request.text),) * 2,
         text_batch=batch,
+        kept_texts=KEPT_TEXTS,
         timestep_rows=min(2, request.timesteps.shape[-1]),
     )
 

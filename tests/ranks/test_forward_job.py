@@ -13,14 +13,30 @@ import forward_programs
 import pytest
 import rank_programs
 import torch
-from forward_programs import Answer, Call, Fault, run_forwards, whole_velocity
+from forward_programs import (
+    Answer,
+    Call,
+    Fault,
+    build_forward_request,
+    run_forwards,
+    whole_velocity,
+)
 from safetensors.torch import load_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import ModelSpec
+from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.shape import WanShape
+from comfy_wan_dist.mesh.workload import forward_workload
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
-from devtools.mesh_runs import TEXT_TOKENS, mesh_degrees, model_spec, relative_error
+from devtools.mesh_runs import (
+    TEXT_TOKENS,
+    LocalJob,
+    build_local_runner,
+    mesh_degrees,
+    model_spec,
+    relative_error,
+)
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer
 
@@ -193,7 +209,7 @@ def test_comparison_notices_parts_in_the_wrong_place(
 def test_a_text_is_encoded_once_for_as_long_as_it_is_asked_for(
     rank_pool: RankPool, specs: dict[str, ModelSpec]
 ) -> None:
-    texts = ("abab", "abab", "cdcd", "abab", "abab")
+    texts = ("abab", "abab", "cdcd", "abab", "abab", "efef", "cdcd")
     calls = [call_of("ti2v", "dp2", texts=each, seed=seed) for seed, each in enumerate(texts)]
     found = answers(rank_pool, "cfg2", specs["ti2v"], *calls)
     assert [[answer.encoded for answer in ranks] for ranks in found] == [
@@ -202,7 +218,28 @@ def test_a_text_is_encoded_once_for_as_long_as_it_is_asked_for(
         [2, 2],
         [0, 0],
         [0, 0],
+        [2, 2],
+        [2, 2],  # as many are kept as are planned for
     ]
+
+
+def test_kept_texts_are_those_that_the_plan_counts(specs: dict[str, ModelSpec]) -> None:
+    runner, agreement = build_local_runner(0, "single")
+    for texts in ("abab", "cdcd", "efef"):
+        request, tensors = build_forward_request(
+            specs["ti2v"], call_of("ti2v", "single", texts=texts)
+        )
+        runner.run(request, LocalJob(tensors, agreement))  # type: ignore[arg-type]
+    held = runner._transformers.model.held
+    assert held is not None
+    kept = sum(
+        part.nbytes
+        for text in held.prompts._encoded.values()
+        for each in text
+        for part in (each.keys, each.values)
+    )
+    planned = rank_memory(forward_workload(request, TINY_TRANSFORMER), mesh_degrees("single"), 0)
+    assert kept == planned.text
 
 
 def test_what_does_not_go_together_is_refused_on_all_ranks_and_the_group_goes_on(

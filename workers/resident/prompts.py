@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from comfy_wan_dist.mesh.workload import KEPT_TEXTS
 from workers.model.wan import TextKeysValues
 
 EncodedText = tuple[TextKeysValues, ...]
-MOST_PROMPTS = 4
-"""In turn are at most the prompt and the negative prompt, where they differ in length, of two samplers."""
 
 
 class EncodedPrompts:
@@ -24,7 +23,7 @@ class EncodedPrompts:
         if text is None:
             text = self._encoded[names] = encode()
         self._encoded.move_to_end(names)
-        while len(self._encoded) > MOST_PROMPTS:
+        while len(self._encoded) > KEPT_TEXTS:
             self._encoded.popitem(last=False)
         return text
 
