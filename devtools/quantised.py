@@ -90,19 +90,21 @@ def write_scaled_fp8(
 ODD_WEIGHTS = ("blocks.0.self_attn.o.weight", "blocks.0.ffn.0.weight")
 
 
-def write_odd_scaled_fp8(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def write_odd_scaled_fp8(
+    path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float8_e4m3fn
+) -> dict[str, Tensor]:
     """An older scaled file in which one weight has no scale, and one that is bfloat16 has one.
 
-    ComfyUI takes the missing one for 1, and rounds the wide weight to fp8 before it is scaled.
+    ComfyUI takes the missing one for 1, and rounds the wide weight to the file's fp8 before it is scaled.
     """
     bare, wide = ODD_WEIGHTS
-    values = write_scaled_fp8(path, weights, ScaledForm.OLD)
+    values = write_scaled_fp8(path, weights, ScaledForm.OLD, dtype=dtype)
     stored = load_file(path)
     del stored[bare.replace("weight", "scale_weight")]
     values[bare] = stored[bare].float()
     scale = stored[wide.replace("weight", "scale_weight")]
     stored[wide] = (weights[wide] / scale).bfloat16()
-    values[wide] = stored[wide].to(torch.float8_e4m3fn).float() * scale
+    values[wide] = stored[wide].to(dtype).float() * scale
     save_file(stored, path)
     return values
 

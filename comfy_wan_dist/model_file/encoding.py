@@ -5,7 +5,7 @@ Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
 of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype. In the
-older form a scale may be missing, and is 1 then, or belong to a wide weight, which ComfyUI rounds to fp8.
+older form a scale may be missing, and is 1 then, or belong to a wide weight, which ComfyUI rounds to the mark's type.
 Not covered: values are not read here, so that a scale is checked when it is loaded.
 Source: ComfyUI's QUANTIZATION.md and loader (0.3.75); ggml's block layouts.
 """
@@ -59,10 +59,14 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """A parameter: its bytes, and the scale that its values are still to be multiplied with."""
+    """A parameter: its bytes, and the scale that its values are still to be multiplied with.
+
+    rounded_to: a dtype's name, for values that are rounded to it before they are scaled.
+    """
 
     entry: TensorEntry
     scale: TensorEntry | None = None
+    rounded_to: str | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,6 +99,7 @@ def read_encodings(
     """
     companions = {name for name in entries if name.rpartition(".")[2] in COMPANIONS}
     formats = {**layers, **_formats_beside(entries, label)}
+    marked = _marked_dtype(entries, label)
     stored = {}
     for name, entry in entries.items():
         if name == MARKER or name in companions:
@@ -113,20 +118,35 @@ def read_encodings(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            scalable = (*FP8, *FLOATS) if MARKER in entries else FP8
+            scalable = (*FP8, *FLOATS) if marked is not None else FP8
             if scale is not None and (entry.dtype not in scalable or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
                 )
         _require_supported(name, entry, label)
-        stored[name] = StoredTensor(entry=entry, scale=scale)
+        is_rounded = scale is not None and entry.dtype in FLOATS
+        stored[name] = StoredTensor(
+            entry=entry, scale=scale, rounded_to=marked if is_rounded else None
+        )
     if astray := sorted(n for n in companions if n.rpartition(".")[0] + ".weight" not in stored):
         raise ModelFileError(
             f"{label} has {shown(astray[0])} without the weight that it belongs to; the file is incomplete: "
             "download it again"
         )
     return stored
+
+
+def _marked_dtype(entries: Mapping[str, TensorEntry], label: str) -> str | None:
+    """What ComfyUI makes the matrices of an older scaled file, by the type of its mark; None without one."""
+    if MARKER not in entries:
+        return None
+    code = entries[MARKER].dtype
+    if code not in (*FP8, *FLOATS):
+        raise ModelFileError(
+            f"{label} is marked as scaled by {shown(MARKER)} in {code}, which is not supported; {REMEDY}"
+        )
+    return "float8_e4m3fn" if code == "F32" else BY_CODE[code].name
 
 
 def layer_formats(metadata: Mapping[str, str], naming: Naming, *, label: str) -> dict[str, str]:

@@ -151,7 +151,9 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         partial(write_modelopt, weights=weights),
         matrices,
     )
-    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 1)
+    for name, dtype in (("odd", torch.float8_e4m3fn), ("odd-e5m2", torch.float8_e5m2)):
+        write = partial(write_odd_scaled_fp8, weights=weights, dtype=dtype)
+        add(name, ".safetensors", write, matrices - 1)
     return forms
 
 
@@ -472,7 +474,10 @@ def test_quantisation_metadata_that_cannot_be_read_is_refused(
 
 
 STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
-STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA", "scaled-odd")
+STOCK_FORMS = (
+    *("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA"),
+    *("scaled-odd", "scaled-odd-e5m2"),
+)
 
 
 def write_stock_forms(folder: Path) -> None:
@@ -487,6 +492,11 @@ def write_stock_forms(folder: Path) -> None:
     for form in (ScaledForm.OLD, ScaledForm.METADATA):
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
     write_odd_scaled_fp8(folder / "scaled-odd.safetensors", weights)
+    # In which a bias is rounded more coarsely than it is.
+    biases = {name: value for name, value in weights.items() if name.endswith("bias")}
+    coarse = {name: value.to(torch.float8_e5m2).float() for name, value in biases.items()}
+    path = folder / "scaled-odd-e5m2.safetensors"
+    write_odd_scaled_fp8(path, {**weights, **coarse}, torch.float8_e5m2)
     (folder / "odd").mkdir()
     for name, (form, change, _) in ODD.items():
         scaled(folder / "odd" / f"{name}.safetensors", change, form)
@@ -542,8 +552,8 @@ def test_weight_without_scale_is_named(forms: Mapping[str, Form]) -> None:
             path=str(form.path), dtype="auto", mesh="single", devices="cpu:1", compile=False
         )
         notes = resolve_model(handle, visible_cuda=0).notes
-        said = (f"odd.safetensors has no scale for '{ODD_WEIGHTS[0]}'; 1 is taken",)
-        assert notes == (said if name == "odd" else ())
+        said = (f"{form.path.name} has no scale for '{ODD_WEIGHTS[0]}'; 1 is taken",)
+        assert notes == (said if name in ("odd", "odd-e5m2") else ())
 
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
