@@ -6,8 +6,8 @@ stages last.
 A batch is cut into sub-planes first: its samples need nothing from each other.
 
 Who asks, in ComfyUI's process: `resolve_model` (jobs/handle.py) for a group's mesh, by `choose_mesh` if the user left
-it to `auto`; then `build_piece` (jobs/sampling.py) for each job's, by `choose_job_mesh`, before it is queued. The
-request carries it, and ranks only obey.
+it to `auto`, within its memory by `fitting_mesh`; then `build_piece` (jobs/sampling.py; jobs/forwards.py for single
+forwards) for each job's, by `choose_job_mesh`, before it is queued. The request carries it, and ranks only obey.
 How a batch is shared out over planes that are groups of their own is decided before, by `piece_sizes`; how many
 samples requests that wait together may bring into one run, by `joint_samples`.
 """
