@@ -13,14 +13,15 @@ import forward_programs
 import pytest
 import rank_programs
 import torch
-from forward_programs import Answer, Call, Fault, run_forwards
+from forward_programs import Answer, Fault, run_forwards
 from safetensors.torch import load_file
 from torch import Tensor
 
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.mesh.shape import WanShape
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
-from devtools.mesh_runs import TEXT_TOKENS, mesh_degrees, model_spec, relative_error
+from devtools.forward_runs import PLANES, Call, build_call
+from devtools.mesh_runs import mesh_degrees, model_spec, relative_error
 from devtools.rank_pool import RankPool
 from devtools.references import build_diffusers_transformer
 
@@ -29,15 +30,6 @@ pytestmark = pytest.mark.timeout(240)
 LIMIT = 1e-5
 I2V = WanShape(dim=512, ffn_dim=512, num_layers=2, in_dim=36, out_dim=16, text_dim=64)
 KINDS = {"ti2v": TINY_TRANSFORMER, "i2v": I2V}
-# The mesh that a plane was started for, and those that its calls may be laid on.
-MESHES = (
-    *((mesh, mesh) for mesh in ("single", "tp2", "ulysses2", "ring2", "pp2", "tp2-sp")),
-    *(("cfg2", mesh) for mesh in ("dp2", "ulysses2")),
-    *(("cfg2-ulysses2", mesh) for mesh in ("dp2-ulysses2", "ulysses4", "ring4", "dp4")),
-    ("cfg2-tp2", "dp2-tp2"),
-    ("cfg2-pp2", "dp2-pp2"),
-    ("ulysses2-fsdp", "ulysses2-fsdp"),
-)
 
 
 @pytest.fixture(scope="module")
@@ -56,42 +48,8 @@ def references(specs: dict[str, ModelSpec]) -> dict[str, Any]:
     }
 
 
-def call_of(
-    kind: str,
-    mesh: str,
-    *,
-    batch: int = 4,
-    size: tuple[int, int, int] = (3, 6, 6),
-    texts: str = "abab",
-    seed: int = 1,
-) -> Call:
-    """A batch whose samples differ in text and timestep; with frames of their own where the model has such."""
-    shape, generator = KINDS[kind], torch.Generator().manual_seed(seed)
-
-    def noise(*dims: int) -> Tensor:
-        return torch.randn(*dims, generator=generator)
-
-    # A text follows from its letter alone.
-    by_letter = {
-        letter: torch.randn(
-            TEXT_TOKENS, shape.text_dim, generator=torch.Generator().manual_seed(ord(letter))
-        )
-        for letter in texts
-    }
-    timesteps = torch.linspace(900, 100, batch).unsqueeze(1)
-    if shape.has_frame_times:
-        factors = torch.ones(batch, size[0])
-        factors[:, 0] = 0
-        factors[-1, 1] = 0.5
-        timesteps = timesteps * factors
-    return Call(
-        mesh=mesh,
-        x=noise(batch, shape.out_dim, *size),
-        timesteps=timesteps,
-        text=torch.stack([by_letter[letter] for letter in texts[:batch]]),
-        names=tuple(texts[:batch]),
-        image=noise(batch, shape.image_dim, *size) if shape.image_dim else None,
-    )
+def call_of(kind: str, mesh: str, **options: Any) -> Call:
+    return build_call(KINDS[kind], mesh, **options)
 
 
 def expected(reference: Any, call: Call) -> Tensor:
@@ -119,7 +77,7 @@ def answers(
     return [list(each) for each in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize(("plane", "mesh"), MESHES)
+@pytest.mark.parametrize(("plane", "mesh"), PLANES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_on_every_mesh_is_what_diffusers_predicts(
     rank_pool: RankPool,
