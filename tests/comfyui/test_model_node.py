@@ -372,6 +372,8 @@ def test_stock_loras_are_merged_changed_and_taken_off_without_a_reload(
 def test_what_changes_the_transformer_inside_is_refused_by_name(
     server: ComfyServer, kind: str, inputs: dict[str, Any], words: str, seed: int
 ) -> None:
+    if not server.get(f"/object_info/{kind}"):
+        pytest.skip("this ComfyUI does not know the node yet")
     graph = both_models()
     behind(graph, kind, **inputs)
     add_both(graph, "run", seed=seed)
