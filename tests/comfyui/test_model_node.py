@@ -260,46 +260,6 @@ def test_custom_samplers_with_split_sigmas(server: ComfyServer, seed: int) -> No
     assert relative_error(second, whole) <= LIMIT
 
 
-@pytest.mark.parametrize("loaders", ["two", "one"])
-def test_two_stages_of_two_experts_with_leftover_noise(
-    server: ComfyServer, loaders: str, seed: int
-) -> None:
-    """As in ComfyUI's template for A14B: one loader for each expert, or one for both."""
-    graph = both_models(model=T2V_FILES[0])
-    low = both_models(model=T2V_FILES[1])
-    graph |= {f"low {name}": low[name] for name in ("model", OWN, STOCK)}
-    graph["low own"]["inputs"]["model"] = ["low model", 0]
-    if loaders == "one":
-        graph["model"]["inputs"]["low_noise_model"] = T2V_FILES[1]
-        graph["low own"]["inputs"] = {"model": ["model", 0], "expert": "low noise"}
-        del graph["low model"]
-    stages = {
-        "first": dict(
-            add_noise="enable", start_at_step=0, end_at_step=2, return_with_leftover_noise="enable"
-        ),
-        "second": dict(
-            add_noise="disable",
-            start_at_step=2,
-            end_at_step=10000,
-            return_with_leftover_noise="disable",
-        ),
-    }
-    for stage, options in stages.items():
-        latent = ["latent", 0] if stage == "first" else ["first {}", 0]
-        add_both(
-            graph,
-            stage,
-            "KSamplerAdvanced",
-            steps=4,
-            noise_seed=seed,
-            latent_image=latent,
-            **options,
-        )
-    for name in (OWN, STOCK):
-        graph[f"second {name}"]["inputs"]["model"] = [f"low {name}", 0]
-    assert_equal(server, graph)
-
-
 # ---- LoRAs of ComfyUI's own loader
 
 
