@@ -7,6 +7,7 @@
 #   make demo      a small video through ComfyUI        make clean   drop caches and out/
 #   make coverage  all tests, and the lines they reach  make fullsize  a model of 10 GB on two CPU ranks
 #   make hosts     what needs a ComfyUI, with each of HOSTS
+#   make samplers  all of ComfyUI's samplers on our MODEL against its own: minutes
 #
 # TESTS="..."       what make test and make coverage run, instead of all
 # PYTHON=...        the interpreter that .venv is made with
@@ -28,7 +29,7 @@ SETUP := $(PYTHON) scripts/setup_env.py
 export OMP_NUM_THREADS ?= 1
 export PYTHONPATH := $(CURDIR)
 
-.PHONY: check quick test hosts coverage lint fmt type demo parity bench fullsize clean distclean
+.PHONY: check quick test hosts samplers coverage lint fmt type demo parity bench fullsize clean distclean
 
 check: lint quick
 
@@ -46,6 +47,10 @@ hosts:
 		echo "== $$host"; \
 		COMFYUI_PATH="$$host" $(RUN) -m pytest -m comfyui $(TESTS) || failed="$$failed $$host"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+samplers:
+	@$(SETUP) test comfyui
+	$(RUN) -m pytest tests/comfyui/test_model_samplers.py --every-combination -rP
 
 # Lines that only ranks or ComfyUI run count too.
 coverage:

@@ -3,7 +3,8 @@
 Five references, all in float32 on the CPU with equal seeded weights of the real architecture, in toy size but for the
 last one:
 
-    single             one process of this project: every mesh, every case, one forward and runs of 4 steps
+    single             one process of this project: every mesh, every case, one forward and runs of 4 steps; and
+                       calls of a MODEL, as ComfyUI's samplers make them, on every mesh that they may be laid on
     merged             a file with LoRAs merged in float64, on one process: every mesh with the same LoRAs to merge
     diffusers          its transformer and its VAE against this project's, on one process
     comfyui-ksampler   a stock KSampler against WanDistSampler in one real ComfyUI, same file, seed and latent, also
@@ -58,6 +59,7 @@ from devtools.comfy_server import (
     PromptResult,
     find_comfyui,
 )
+from devtools.forward_runs import PLANES, build_call, calls_rank, whole_velocity
 from devtools.loras import Parts, merged, mixed_lora, plain_lora, spelled
 from devtools.mesh_runs import (
     CASES,
@@ -168,6 +170,7 @@ def all_rows(base: Path) -> Iterator[Row]:
     spec = model_spec(base / "models" / "diffusion_models" / MODEL_NAME)
     with RankPool() as pool:
         yield from mesh_rows(pool, spec)
+        yield from call_rows(pool, spec)
         yield from lora_rows(pool, spec, base)
         for shape, cases, meshes in (
             (TWO_HEADS, SIZES, SIZED_MESHES),
@@ -226,6 +229,31 @@ def mesh_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
             limit = FORWARD_LIMIT if case.endswith("one forward") else RUN_LIMIT
             yield compare(
                 result, expected[case], mesh=mesh, case=case, reference="single", limit=limit
+            )
+
+
+def call_rows(pool: RankPool, spec: ModelSpec) -> Iterator[Row]:
+    """Two calls of a MODEL in one plane, with other texts and sizes."""
+    expected: list[Tensor] = []
+    for plane, mesh in PLANES:
+        calls = tuple(
+            build_call(TINY_TRANSFORMER, mesh, texts=texts, size=size)
+            for texts, size in (("abab", (3, 6, 6)), ("cbac", (3, 5, 7)))
+        )
+        ranks = mesh_degrees(plane).world_size
+        parts = pool.run(ranks, calls_rank, plane, spec, calls, timeout_s=RUN_TIMEOUT_S)
+        results = [whole_velocity(each) for each in zip(*parts, strict=True)]
+        if plane == "single":
+            expected = results
+            continue
+        for name, result, single in zip(("first", "second"), results, expected, strict=True):
+            yield compare(
+                result,
+                single,
+                mesh=mesh,
+                case=f"MODEL, {name} call, started for {plane}",
+                reference="single",
+                limit=FORWARD_LIMIT,
             )
 
 

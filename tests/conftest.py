@@ -37,6 +37,14 @@ class RootIsPlainDir:
         return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-combination",
+        action="store_true",
+        help="all samplers with all schedulers and so on, instead of all pairs of some; takes minutes",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsPlainDir(), "root-is-plain-dir")
     # Before torch is imported here or in a child: many processes share few cores.

@@ -2,12 +2,15 @@
 
 Covered: saving a LATENT with its mask, or IMAGEs, in full precision; a VAE of ComfyUI's own for a file of toy size,
 whose widths the stock loader takes for granted, and one without a file; SIGMAS of any content; values as links;
-more in a CONDITIONING; a scheduler that comes late. Nothing of this project is imported.
+more in a CONDITIONING; a scheduler that comes late; a MODEL whose calls are counted.
+Nothing of this project is imported.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,6 +221,27 @@ class LateScheduler:
         return {}
 
 
+class CountCalls:
+    """A MODEL that writes a line to the log for each call of it, with the name that it was given."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"model": ("MODEL",), "name": ("STRING",)}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "give"
+    CATEGORY = "test"
+
+    def give(self, model: Any, name: str) -> tuple[Any]:
+        def call(apply_model: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+            logging.info("a call of %s", name)
+            return apply_model(given["input"], given["timestep"], **given["c"])
+
+        model = model.clone()
+        model.set_model_unet_function_wrapper(call)
+        return (model,)
+
+
 class RandomVAE:
     """A small VAE of ComfyUI's own with 16 latent channels and seeded weights: stock nodes encode images with it."""
 
@@ -250,5 +274,6 @@ NODE_CLASS_MAPPINGS = {
     "MoreLatent": MoreLatent,
     "MoreConditioning": MoreConditioning,
     "LateScheduler": LateScheduler,
+    "CountCalls": CountCalls,
     "RandomVAE": RandomVAE,
 }

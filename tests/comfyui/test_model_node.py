@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import graphs
@@ -15,13 +14,22 @@ import pytest
 import torch
 from comfy_kit import error_of, group_of, latent_of, succeed
 from graphs import LORAS, MODEL, MODELS, Graph, node, save_latent
-from model_graphs import OWN, STOCK, add_both, behind, both_models, repeated
+from model_graphs import (
+    I2V_FILES,
+    OWN,
+    STOCK,
+    T2V_FILES,
+    add_both,
+    behind,
+    both_models,
+    repeated,
+    write_models,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 
 from comfy_wan_dist.mesh.parameters import expected_parameters
-from comfy_wan_dist.mesh.shape import WanShape
-from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.checkpoints import TINY_TRANSFORMER
 from devtools.comfy_server import ComfyServer, PromptResult
 from devtools.loras import mixed_lora, plain_lora, spelled
 from devtools.mesh_runs import mesh_degrees, relative_error
@@ -29,18 +37,7 @@ from devtools.mesh_runs import mesh_degrees, relative_error
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
 
-T2V = WanShape(dim=256, ffn_dim=512, num_layers=2, in_dim=16, out_dim=16)
-SHAPES = {
-    "model_t2v.safetensors": T2V,
-    "model_low_noise.safetensors": T2V,
-    "model_i2v.safetensors": replace(T2V, in_dim=36),
-}
-T2V_FILE, LOW_NOISE_FILE, I2V_FILE = SHAPES
 LIMIT, LORA_LIMIT = 1e-4, 1e-3
-SAMPLERS = (
-    *("euler", "euler_ancestral", "heun", "dpm_2", "lms", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde"),
-    *("ddpm", "lcm", "uni_pc", "res_multistep", "er_sde", "deis"),
-)
 LORA_SHAPES = expected_parameters(TINY_TRANSFORMER)
 # ComfyUI leaves out a modulation's difference; the pack's MODEL merges it, as Wan Dist LoRA does.
 LORA_FILES = {
@@ -59,9 +56,7 @@ LORA_FILES = {
 @pytest.fixture(scope="module")
 def server(comfy: ComfyServer) -> ComfyServer:
     graphs.write_files(comfy.base)
-    for seed, (name, shape) in enumerate(SHAPES.items()):
-        if not (comfy.base / MODELS / name).exists():
-            write_transformer(comfy.base / MODELS / name, shape, seed=seed)
+    write_models(comfy.base)
     for name, tensors in LORA_FILES.items():
         save_file(tensors, comfy.base / LORAS / name)
     return comfy
@@ -90,18 +85,6 @@ def assert_equal(server: ComfyServer, graph: Graph, limit: float = LIMIT) -> Non
 def runs_of(log: str) -> list[str]:
     """What the log says of the forwards of each sampler."""
     return re.findall(r"a sampler's forwards: (.*); [0-9.]+ s in the ranks", log)
-
-
-@pytest.mark.parametrize("mesh", ["cfg2-ulysses2", "tp2"])
-def test_stock_samplers_give_what_they_give_on_the_native_model(
-    server: ComfyServer, mesh: str, seed: int
-) -> None:
-    graph = both_models(mesh=mesh)
-    for sampler in SAMPLERS:
-        add_both(graph, sampler, sampler_name=sampler, seed=seed)
-    for scheduler in ("beta", "normal"):
-        add_both(graph, scheduler, scheduler=scheduler, seed=seed)
-    assert_equal(server, graph)
 
 
 @pytest.mark.parametrize("mesh", ["cfg2-ulysses2", "tp2"])
@@ -150,8 +133,8 @@ def test_prompts_of_different_length_are_called_one_by_one(server: ComfyServer, 
 
 
 def test_models_of_16_channels(server: ComfyServer, seed: int) -> None:
-    text = both_models(model=T2V_FILE)
-    image = both_models(model=I2V_FILE)
+    text = both_models(model=T2V_FILES[0])
+    image = both_models(model=I2V_FILES[0])
     image |= {
         "image": node("LoadImage", image=graphs.IMAGE),
         "vae": node("RandomVAE"),
@@ -277,46 +260,6 @@ def test_custom_samplers_with_split_sigmas(server: ComfyServer, seed: int) -> No
     assert relative_error(second, whole) <= LIMIT
 
 
-@pytest.mark.parametrize("loaders", ["two", "one"])
-def test_two_stages_of_two_experts_with_leftover_noise(
-    server: ComfyServer, loaders: str, seed: int
-) -> None:
-    """As in ComfyUI's template for A14B: one loader for each expert, or one for both."""
-    graph = both_models(model=T2V_FILE)
-    low = both_models(model=LOW_NOISE_FILE)
-    graph |= {f"low {name}": low[name] for name in ("model", OWN, STOCK)}
-    graph["low own"]["inputs"]["model"] = ["low model", 0]
-    if loaders == "one":
-        graph["model"]["inputs"]["low_noise_model"] = LOW_NOISE_FILE
-        graph["low own"]["inputs"] = {"model": ["model", 0], "expert": "low noise"}
-        del graph["low model"]
-    stages = {
-        "first": dict(
-            add_noise="enable", start_at_step=0, end_at_step=2, return_with_leftover_noise="enable"
-        ),
-        "second": dict(
-            add_noise="disable",
-            start_at_step=2,
-            end_at_step=10000,
-            return_with_leftover_noise="disable",
-        ),
-    }
-    for stage, options in stages.items():
-        latent = ["latent", 0] if stage == "first" else ["first {}", 0]
-        add_both(
-            graph,
-            stage,
-            "KSamplerAdvanced",
-            steps=4,
-            noise_seed=seed,
-            latent_image=latent,
-            **options,
-        )
-    for name in (OWN, STOCK):
-        graph[f"second {name}"]["inputs"]["model"] = [f"low {name}", 0]
-    assert_equal(server, graph)
-
-
 # ---- LoRAs of ComfyUI's own loader
 
 
@@ -389,6 +332,8 @@ def test_stock_loras_are_merged_changed_and_taken_off_without_a_reload(
 def test_what_changes_the_transformer_inside_is_refused_by_name(
     server: ComfyServer, kind: str, inputs: dict[str, Any], words: str, seed: int
 ) -> None:
+    if not server.get(f"/object_info/{kind}"):
+        pytest.skip("this ComfyUI does not know the node yet")
     graph = both_models()
     behind(graph, kind, **inputs)
     add_both(graph, "run", seed=seed)

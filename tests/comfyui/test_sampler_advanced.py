@@ -139,7 +139,7 @@ def add_chain(
                 **each,
             }
             if is_stock:
-                graph[at] = node("KSamplerAdvanced", model=["shifted", 0], **settings)
+                graph[at] = node("KSamplerAdvanced", **{"model": ["shifted", 0], **settings})
             else:
                 own = {"model": ["model", 0], "shift": 5.0, **settings}
                 graph[at] = node("WanDistSamplerAdvanced", **own)
@@ -295,16 +295,18 @@ def test_stages_of_given_sigmas_are_those_of_split_sigmas(server: ComfyServer, s
 
 
 def test_each_expert_does_its_steps_of_a_stage(server: ComfyServer, seed: int) -> None:
-    """Sigmas 1, 0.96, 0.91, then 0.83, below the boundary of 0.875: where the graph cuts does not matter."""
+    """Sigmas 1, 0.96, 0.91, then 0.83, below the boundary of 0.875: where the graph cuts does not matter.
+
+    Stock samplers are cut there, each with its expert.
+    """
     graph = start_graph(T2V_FILE)
     graph["model"]["inputs"]["low_noise_model"] = LOW_NOISE_FILE
-    given: dict[str, Any] = {
-        "latent": "plain",
-        "seed": seed,
-        "steps": 6,
-        "low_noise_cfg": 2.0,
-        "kinds": ("own",),
-    }
+    graph["low"] = node("UNETLoader", unet_name=LOW_NOISE_FILE, weight_dtype="default")
+    graph["low shifted"] = node("ModelSamplingSD3", model=["low", 0], shift=5.0)
+    given: dict[str, Any] = {"latent": "plain", "seed": seed, "steps": 6}
+    by_expert = (stage(0, 3), stage(3, model=["low shifted", 0], cfg=2.0))
+    add_chain(graph, "experts", by_expert, kinds=("stock",), **given)
+    given |= {"low_noise_cfg": 2.0, "kinds": ("own",)}
     chains = {
         "one": ((stage(0),), ["3, by the low-noise expert: 3"]),
         "early": (
@@ -322,8 +324,9 @@ def test_each_expert_does_its_steps_of_a_stage(server: ComfyServer, seed: int) -
             graph[f"text {name} {index}"] = node("PreviewAny", source=[f"own {name} {index}", 1])
     add_whole(graph, seed=seed, sampler_name="euler", steps=6, low_noise_cfg=2.0)
     results, texts = run(server, graph)
+    assert_equal(results, "whole", "stock experts")
     for name, (_, steps) in chains.items():
-        assert_equal(results, f"own {name}", "whole")
+        assert_equal(results, f"own {name}", "stock experts")
         for index, said in enumerate(steps):
             assert f"steps by the high-noise expert: {said}\n" in texts[f"text {name} {index}"]
 

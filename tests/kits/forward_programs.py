@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 from rank_programs import no_fault
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import WanDistError
-from comfy_wan_dist.ipc.messages import (
-    COND,
-    Condition,
-    ForwardRequest,
-    LedgerLine,
-    ModelSpec,
-    TensorRef,
-)
+from comfy_wan_dist.ipc.messages import LedgerLine, ModelSpec
+from devtools.forward_runs import Call, build_forward_request
 from devtools.mesh_runs import LocalJob, build_local_runner
 from workers.model import tokens
 from workers.model.wan import WanModel
@@ -28,18 +21,6 @@ from workers.resident.prompts import EncodedPrompts
 from workers.resident.ropes import RopeTables
 
 Fault = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """A forward to be asked for on a mesh; names: of each sample's text."""
-
-    mesh: str
-    x: Tensor
-    timesteps: Tensor
-    text: Tensor
-    names: tuple[str, ...]
-    image: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,40 +64,6 @@ def run_forwards(
             Answer(velocity=tensors[-1], ledger=ledger, encoded=sum(encoded), error=error)
         )
     return answers
-
-
-def whole_velocity(ranks: Sequence[Answer]) -> Tensor:
-    """What the ranks have written together; no place may be left out or written twice."""
-    written = torch.stack([answer.velocity for answer in ranks])
-    assert bool((written.isfinite().sum(0) == 1).all())
-    return written.nan_to_num().sum(0)
-
-
-def build_forward_request(spec: ModelSpec, call: Call) -> tuple[ForwardRequest, list[Tensor]]:
-    """The request and the tensors that its refs name; the last one is the result."""
-    tensors: list[Tensor] = []
-
-    def sent(tensor: Tensor) -> TensorRef:
-        tensors.append(tensor)
-        return TensorRef(
-            buffer=len(tensors) - 1, offset=0, dtype="float32", shape=tuple(tensor.shape)
-        )
-
-    conditions = tuple[Condition, ...]()
-    if call.image is not None:
-        conditions = (Condition(name="image", branch=COND, tensor=sent(call.image)),)
-    request = ForwardRequest(
-        id="local",
-        model=spec,
-        mesh=call.mesh,
-        x=sent(call.x),
-        timesteps=sent(call.timesteps),
-        text=sent(call.text),
-        prompts=call.names,
-        conditions=conditions,
-        result=sent(torch.full_like(call.x, float("nan"))),
-    )
-    return request, tensors
 
 
 # ---- mistakes that are easily made

@@ -5,6 +5,7 @@ Tiny widths, random weights, float32 on the CPU. Under ComfyUI's own samplers: t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,7 @@ import forward_programs
 import pytest
 import rank_programs
 import torch
-from forward_programs import (
-    Answer,
-    Call,
-    Fault,
-    build_forward_request,
-    run_forwards,
-    whole_velocity,
-)
+from forward_programs import Answer, Fault, run_forwards
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,8 +23,14 @@ from comfy_wan_dist.mesh.memory import rank_memory
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import forward_workload
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from devtools.forward_runs import (
+    PLANES,
+    Call,
+    build_call,
+    build_forward_request,
+    whole_velocity,
+)
 from devtools.mesh_runs import (
-    TEXT_TOKENS,
     LocalJob,
     build_local_runner,
     mesh_degrees,
@@ -45,17 +45,8 @@ pytestmark = pytest.mark.timeout(240)
 LIMIT = 1e-5
 I2V = WanShape(dim=512, ffn_dim=512, num_layers=2, in_dim=36, out_dim=16, text_dim=64)
 KINDS = {"ti2v": TINY_TRANSFORMER, "i2v": I2V}
-# The mesh that a plane was started for, and those that its calls may be laid on.
-MESHES = (
-    *((mesh, mesh) for mesh in ("single", "tp2", "ulysses2", "ring2", "pp2", "tp2-sp")),
-    *(("cfg2", mesh) for mesh in ("dp2", "ulysses2")),
-    *(("cfg2-ulysses2", mesh) for mesh in ("dp2-ulysses2", "ulysses4", "ring4", "dp4")),
-    ("cfg2-tp2", "dp2-tp2"),
-    ("cfg2-pp2", "dp2-pp2"),
-    ("ulysses2-fsdp", "ulysses2-fsdp"),
-)
 # With half of the ranks on another machine.
-MESHES_OF_TWO = (("cfg2-ulysses2", "dp2-ulysses2"), ("tp2-sp", "tp2-sp"), ("ring2", "ring2"))
+PLANES_OF_TWO = (("cfg2-ulysses2", "dp2-ulysses2"), ("tp2-sp", "tp2-sp"), ("ring2", "ring2"))
 
 
 @pytest.fixture(scope="module")
@@ -74,42 +65,8 @@ def references(specs: dict[str, ModelSpec]) -> dict[str, Any]:
     }
 
 
-def call_of(
-    kind: str,
-    mesh: str,
-    *,
-    batch: int = 4,
-    size: tuple[int, int, int] = (3, 6, 6),
-    texts: str = "abab",
-    seed: int = 1,
-) -> Call:
-    """A batch whose samples differ in text and timestep; with frames of their own where the model has such."""
-    shape, generator = KINDS[kind], torch.Generator().manual_seed(seed)
-
-    def noise(*dims: int) -> Tensor:
-        return torch.randn(*dims, generator=generator)
-
-    # A text follows from its letter alone.
-    by_letter = {
-        letter: torch.randn(
-            TEXT_TOKENS, shape.text_dim, generator=torch.Generator().manual_seed(ord(letter))
-        )
-        for letter in texts
-    }
-    timesteps = torch.linspace(900, 100, batch).unsqueeze(1)
-    if shape.has_frame_times:
-        factors = torch.ones(batch, size[0])
-        factors[:, 0] = 0
-        factors[-1, 1] = 0.5
-        timesteps = timesteps * factors
-    return Call(
-        mesh=mesh,
-        x=noise(batch, shape.out_dim, *size),
-        timesteps=timesteps,
-        text=torch.stack([by_letter[letter] for letter in texts[:batch]]),
-        names=tuple(texts[:batch]),
-        image=noise(batch, shape.image_dim, *size) if shape.image_dim else None,
-    )
+def call_of(kind: str, mesh: str, **options: Any) -> Call:
+    return build_call(KINDS[kind], mesh, **options)
 
 
 def expected(reference: Any, call: Call) -> Tensor:
@@ -142,9 +99,13 @@ def answers(
     return [list(each) for each in zip(*ranks, strict=True)]
 
 
+def written(ranks: Sequence[Answer]) -> Tensor:
+    return whole_velocity([answer.velocity for answer in ranks])
+
+
 @pytest.mark.parametrize(
     ("plane", "mesh", "machines"),
-    [*((*meshes, 1) for meshes in MESHES), *((*meshes, 2) for meshes in MESHES_OF_TWO)],
+    [*((*meshes, 1) for meshes in PLANES), *((*meshes, 2) for meshes in PLANES_OF_TWO)],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_on_every_mesh_is_what_diffusers_predicts(
@@ -164,7 +125,7 @@ def test_forward_on_every_mesh_is_what_diffusers_predicts(
     found = answers(rank_pool, plane, specs[kind], *calls, machines=machines)
     for call, ranks in zip(calls, found, strict=True):
         assert [answer.error for answer in ranks] == [""] * len(ranks)
-        assert relative_error(whole_velocity(ranks), expected(references[kind], call)) <= LIMIT
+        assert relative_error(written(ranks), expected(references[kind], call)) <= LIMIT
         if machines > 1:  # where only those of ComfyUI's see the result
             assert bool(ranks[0].velocity.isfinite().all())
 
@@ -192,7 +153,7 @@ def test_comparison_notices(
 ) -> None:
     calls = (call_of("ti2v", mesh), call_of("ti2v", mesh, texts="cdcd", seed=3))
     *_, ranks = answers(rank_pool, plane, specs["ti2v"], *calls, fault=fault, machines=machines)
-    error = relative_error(whole_velocity(ranks), expected(references["ti2v"], calls[-1]))
+    error = relative_error(written(ranks), expected(references["ti2v"], calls[-1]))
     assert error > 100 * LIMIT
 
 
@@ -203,7 +164,7 @@ def test_comparison_notices_parts_in_the_wrong_place(
     call = call_of("ti2v", "ulysses2")
     (ranks,) = answers(rank_pool, "ulysses2", specs["ti2v"], call, fault=fault)
     with pytest.raises(AssertionError):
-        whole_velocity(ranks)
+        written(ranks)
 
 
 def test_a_text_is_encoded_once_for_as_long_as_it_is_asked_for(
@@ -260,4 +221,4 @@ def test_what_does_not_go_together_is_refused_on_all_ranks_and_the_group_goes_on
         for answer in ranks:
             assert words in answer.error, answer.error
     assert last[0].error == ""
-    assert whole_velocity(last).isfinite().all()
+    assert written(last).isfinite().all()
