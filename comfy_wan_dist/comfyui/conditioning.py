@@ -23,12 +23,13 @@ Conditioning = Sequence[Sequence[Any]]
 IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 APPLIED = {
     **dict.fromkeys(("area", "mask", "control", "hooks", "gligen", "default", "model_conds")),
-    **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask")),
+    **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask", "context_latents")),
     **dict.fromkeys(("timestep_start", "timestep_end")),
     **dict.fromkeys(("concat_mask_index", "start_percent", "clip_start_percent"), 0),
     **dict.fromkeys(("end_percent", "clip_end_percent"), 1),
 }
-"""What ComfyUI applies with every model, or with Wan, and the value at which it changes nothing."""
+"""What ComfyUI, some versions of it at least, applies with every model or with Wan, and the value at which it changes
+nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

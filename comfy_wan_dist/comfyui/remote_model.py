@@ -26,6 +26,8 @@ from .patches import PREFIX, CarriedPatches, read_patches
 
 NOT_CARRIED = ("patches", "patches_replace", "optimized_attention_override", "rope_options")
 """What nodes of other packs put into the options of a call to change the inside of a transformer."""
+NOT_TAKEN = ("context_latents",)
+"""What ComfyUI's own Wan takes beside what it is given by place, since 0.28: latents beside the video's."""
 
 
 class Predict(Protocol):
@@ -121,6 +123,7 @@ class RemoteTransformer(nn.Module):
     ) -> Tensor:
         """Like ComfyUI's own Wan it leaves out what the model has no use for, such as clip_fea."""
         refused = [name for name in NOT_CARRIED if transformer_options.get(name)]
+        refused += [name for name in NOT_TAKEN if others.get(name) is not None]
         if control is not None:
             refused.append("a ControlNet")
         if time_dim_concat is not None:

@@ -305,7 +305,7 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
             key: more("positive", key, [1])
             for key in (
                 *("control", "hooks", "gligen", "time_dim_concat", "noise_concat"),
-                *("timestep_start", "timestep_end"),
+                *("timestep_start", "timestep_end", "context_latents"),
             )
         },
         **{key: more("positive", key, [1]) for key in ("default", "model_conds", "denoise_mask")},
