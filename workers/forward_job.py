@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ConfigError, JobCancelled
@@ -9,8 +11,9 @@ from comfy_wan_dist.ipc.messages import COND, ForwardRequest
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.mesh.workload import Workload, forward_workload
 
-from .job import Job, groups_for, read_conditions, together
+from .job import Job, groups_for, read_conditions, together, together_or_none
 from .parallel.groups import MeshGroups
+from .parallel.parallelize import ParallelModel
 from .resident.transformers import TransformerWork, WantedModels
 from .sampling.forward import (
     Forward,
@@ -24,10 +27,19 @@ from .sampling.forward import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A forward that nothing of this rank stands in the way of any more. result: where it goes."""
+
+    loaded: ParallelModel
+    inputs: RankInputs
+    result: Tensor
+
+
 def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
     """Carry out `request` together with the plane's other ranks. Collectives: votes, and those of the forward.
 
-    A sampler asks for hundreds, so there are no more votes than it takes: of the model, of what is given, of the end.
+    A sampler asks for hundreds, so there are no more votes than it takes: of the model and what is given, of the end.
     """
     transformers, device = work.transformers, work.device
     groups = groups_for(request, work.plane)
@@ -36,19 +48,24 @@ def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
         validate_latent(request.x.shape, shape)
         return forward_workload(request, shape)
 
-    wanted = WantedModels(model=request.model, low_noise=None, workload=workload)
-    loaded, _ = transformers.have(wanted, groups, job)
-    model = loaded.model
-
-    def prepare() -> tuple[RankInputs, Tensor]:
+    def begin(loaded: ParallelModel) -> Begun:
         if job.cancel_requested():
             raise JobCancelled("the job was stopped on request")
-        inputs = prepare_request(request, model.shape, groups, job=job, work=work)
-        return inputs, job.tensor(request.result)
+        inputs = prepare_request(request, loaded.model.shape, groups, job=job, work=work)
+        return Begun(loaded=loaded, inputs=inputs, result=job.tensor(request.result))
 
-    inputs, result = together(job, prepare)
+    def begin_at_once() -> Begun | None:
+        loaded = transformers.ready(request.model)
+        return None if loaded is None else begin(loaded)
+
+    wanted = WantedModels(model=request.model, low_noise=None, workload=workload)
+    begun = together_or_none(job, begin_at_once)
+    if begun is None:
+        loaded, _ = transformers.have(wanted, groups, job)
+        begun = together(job, lambda: begin(loaded))
+    model, inputs = begun.loaded.model, begun.inputs
     transformers.let_idle_go(wanted, model.shape, groups, job)
-    loaded.fit_to(inputs.shards, groups)
+    begun.loaded.fit_to(inputs.shards, groups)
     assert transformers.model.held is not None, "it was asked for above"
     own = inputs.samples
     text = transformers.model.held.prompts.have(
@@ -59,11 +76,11 @@ def forward(request: ForwardRequest, job: Job, work: TransformerWork) -> None:
     predictor = Forward(model=model, inputs=inputs, text=(text,), guidance=None)
     velocity = predictor.predict(x, 1.0)
     if work.is_one_machine:
-        inputs.write(velocity, result)
+        inputs.write(velocity, begun.result)
         return
     whole = inputs.gather(velocity)
     if groups.rank == 0:
-        result.copy_(whole)
+        begun.result.copy_(whole)
 
 
 def prepare_request(

@@ -111,6 +111,22 @@ def together(job: Job, phase: Callable[[], T]) -> T:
     return result
 
 
+def together_or_none(job: Job, phase: Callable[[], T | None]) -> T | None:
+    """`together`, for a phase that gives None where the rank cannot go on so; then it is None on every rank.
+
+    Collectives: one vote.
+    """
+    result: T | None = None
+    try:
+        with memory_errors():
+            result = phase()
+    except OutOfStep:
+        raise
+    except Exception as caught:
+        job.agree(caught)  # the others hear of it in the vote below
+    return result if job.agree_least(int(result is not None)) else None
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Raise a device's lack of memory as InsufficientMemoryError."""

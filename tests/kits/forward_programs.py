@@ -19,6 +19,7 @@ from workers.model import tokens
 from workers.model.wan import WanModel
 from workers.resident.prompts import EncodedPrompts
 from workers.resident.ropes import RopeTables
+from workers.resident.transformers import Transformers
 
 Fault = Callable[[], AbstractContextManager[Any]]
 
@@ -97,6 +98,16 @@ def parts_written_at_the_beginning() -> AbstractContextManager[Any]:
         return boxes(grid, 0, stop - start)
 
     return mock.patch.object(tokens, "token_boxes", shifted)
+
+
+def one_rank_is_not_ready() -> AbstractContextManager[Any]:
+    """No mistake: memory was short on one rank only, say, so that its weights are in host memory."""
+    ready = Transformers.ready
+
+    def own(self: Transformers, spec: ModelSpec) -> Any:
+        return None if self._plane.rank == 1 else ready(self, spec)
+
+    return mock.patch.object(Transformers, "ready", own)
 
 
 def texts_in_another_order() -> AbstractContextManager[Any]:

@@ -184,6 +184,18 @@ def test_a_text_is_encoded_once_for_as_long_as_it_is_asked_for(
     ]
 
 
+def test_a_rank_that_is_not_ready_delays_the_others(
+    rank_pool: RankPool, specs: dict[str, ModelSpec], references: dict[str, Any]
+) -> None:
+    calls = [call_of("ti2v", "ulysses2", seed=seed) for seed in range(2)]
+    fault = forward_programs.one_rank_is_not_ready
+    for call, ranks in zip(
+        calls, answers(rank_pool, "ulysses2", specs["ti2v"], *calls, fault=fault), strict=True
+    ):
+        assert [answer.error for answer in ranks] == ["", ""]
+        assert relative_error(written(ranks), expected(references["ti2v"], call)) <= LIMIT
+
+
 def test_kept_texts_are_those_that_the_plan_counts(specs: dict[str, ModelSpec]) -> None:
     runner, agreement = build_local_runner(0, "single")
     for texts in ("abab", "cdcd", "efef"):

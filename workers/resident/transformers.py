@@ -61,6 +61,13 @@ class Transformers:
         self._room = room
         self._drop_vae = drop_vae
 
+    def ready(self, spec: ModelSpec) -> ParallelModel | None:
+        """What `have` gives where it has nothing to do on this rank, else None. No collectives."""
+        slots, held = (self.model, self.low_noise), self.model.held
+        if held is None or any(slot.is_outdated_by(spec) for slot in slots):
+            return None
+        return held.loaded if self.model.holds(spec) and not self.model.is_offloaded else None
+
     def have(
         self, wanted: WantedModels, groups: MeshGroups, job: Job
     ) -> tuple[ParallelModel, bool]:
