@@ -161,9 +161,8 @@ def prepare_forward(
             conditions={name: part.to(device, copy=True) for name, part in own.items()},
         )
 
-    branches = [own_prompt(given.cond, "positive")]
-    if given.uncond is not None:
-        branches.append(own_prompt(given.uncond, "negative"))
+    named = ((given.cond, "positive"), (given.uncond, "negative"))
+    branches = [own_prompt(prompt, label) for prompt, label in named if prompt is not None]
     if len(branches) == groups.cfg.size == 2:
         branches = [branches[groups.cfg.rank]]
     factors = None if given.frame_factors is None else own_samples(given.frame_factors, samples)
