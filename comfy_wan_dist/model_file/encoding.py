@@ -99,7 +99,7 @@ def read_encodings(
     """
     companions = {name for name in entries if name.rpartition(".")[2] in COMPANIONS}
     formats = {**layers, **_formats_beside(entries, label)}
-    marked = _marked_dtype(entries, label)
+    marked = _marked_dtype(entries)
     stored = {}
     for name, entry in entries.items():
         if name == MARKER or name in companions:
@@ -137,16 +137,12 @@ def read_encodings(
     return stored
 
 
-def _marked_dtype(entries: Mapping[str, TensorEntry], label: str) -> str | None:
+def _marked_dtype(entries: Mapping[str, TensorEntry]) -> str | None:
     """What ComfyUI makes the matrices of an older scaled file, by the type of its mark; None without one."""
     if MARKER not in entries:
         return None
     code = entries[MARKER].dtype
-    if code not in (*FP8, *FLOATS):
-        raise ModelFileError(
-            f"{label} is marked as scaled by {shown(MARKER)} in {code}, which is not supported; {REMEDY}"
-        )
-    return "float8_e4m3fn" if code == "F32" else BY_CODE[code].name
+    return BY_CODE[code].name if code in (*FP8, "F16", "BF16") else "float8_e4m3fn"
 
 
 def layer_formats(metadata: Mapping[str, str], naming: Naming, *, label: str) -> dict[str, str]:

@@ -424,7 +424,7 @@ def test_batch_index_that_cannot_be_meant_is_refused(server: ComfyServer, seed: 
 
 
 def test_latents_in_16_bits_are_sampled_in_32(server: ComfyServer, seed: int) -> None:
-    """Stock rounds the sigmas too: to 0.001, of which the model is told 1000 times as much."""
+    """ComfyUI 0.3.75 rounds the sigmas too: to 0.001, of which the model is told 1000 times as much. 0.28 does not."""
     graph = both_models(T2V_FILE)
     graph["latent"] = node("EmptyHunyuanLatentVideo", width=48, height=32, length=5, batch_size=1)
     graph["half"] = node("MoreLatent", latent=["latent", 0], key="dtype", value="float16")
@@ -432,7 +432,7 @@ def test_latents_in_16_bits_are_sampled_in_32(server: ComfyServer, seed: int) ->
     result = succeed(server, graph)
     own, stock = (latent_of(server, result, f"save {kind} half") for kind in ("own", "stock"))
     assert own.dtype == torch.float32
-    assert STOCK_LIMIT < relative_error(own, stock) < 0.05
+    assert relative_error(own, stock) < 0.05
 
 
 # ---- masks and presets

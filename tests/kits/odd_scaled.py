@@ -52,11 +52,6 @@ ODD: dict[str, tuple[ScaledForm, Callable[[dict[str, Tensor]], None], str]] = {
         put(f"{LAYER}.scale_weight", torch.ones(64)),
         f"the scale '{LAYER}.scale_weight' is F32 [64]; only one float for the whole weight is supported",
     ),
-    "mark in whole numbers": (
-        ScaledForm.OLD,
-        put("scaled_fp8", torch.zeros(2, dtype=torch.int64)),
-        "is marked as scaled by 'scaled_fp8' in I64, which is not supported",
-    ),
     "two scales": (
         ScaledForm.NEW,
         put(f"{LAYER}.scale_weight", torch.tensor(1.0)),
