@@ -39,28 +39,31 @@ class TensorRef:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoraSpec:
-    """A LoRA to have merged into a model. Fields as in ModelSpec; strength is not 0. half: as `read_lora` has it."""
+class FileSpec:
+    """A file as the node saw it: size and mtime_ns tell one that has replaced it."""
 
     path: str
     file_bytes: int
     mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSpec(FileSpec):
+    """A LoRA to have merged into a model; strength is not 0. content: as in ModelSpec. half: as `read_lora` has it."""
+
     strength: float
     content: str = ""
     half: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """A transformer to have loaded. Two specs that differ are two models; size and mtime_ns tell a replaced file.
+class ModelSpec(FileSpec):
+    """A transformer to have loaded. Two specs that differ are two models.
 
     content: what tells other machines' files with other weights (`content_of`); empty for one machine.
     loras: merged in this order.
     """
 
-    path: str
-    file_bytes: int
-    mtime_ns: int
     dtype: str
     compile: bool
     content: str = ""
@@ -68,12 +71,9 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VAESpec:
+class VAESpec(FileSpec):
     """A VAE to have loaded."""
 
-    path: str
-    file_bytes: int
-    mtime_ns: int
     dtype: str
 
 
