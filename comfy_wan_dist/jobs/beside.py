@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 
 class LoopBeside:
-    """An event loop in a thread of its own, from the first use until it is closed. Used by one thread at a time."""
+    """An event loop in a thread of its own, from the first use until it is closed. Any thread may use it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._serving: _Serving | None = None
 
     async def attended(self, work: Coroutine[Any, Any, T], attend: Callable[[], None]) -> T:
@@ -30,39 +31,43 @@ class LoopBeside:
         attend: called in this thread at least every 50 ms if its loop is not held up, and once more when `work` is
         done. What it raises, and a cancellation, cancel `work`, and are raised once that has ended.
         """
-        task, done = self._begin(work)
+        loop, task, done = self._begin(work)
         try:
             return await attended(done, attend)
         except BaseException:
-            self._cancel(task)
+            loop.call_soon_threadsafe(task.cancel)
             await outlast(done.done)
             raise
 
     def blocking(self, work: Coroutine[Any, Any, T], attend: Callable[[], None]) -> T:
         """`attended` for a thread that has nothing else to do, or whose loop is held up anyway."""
-        task, done = self._begin(work)
+        loop, task, done = self._begin(work)
         try:
             while not wait([done], timeout=POLL_S).done:
                 attend()
             attend()
             return done.result()
         except BaseException:
-            self._cancel(task)
+            loop.call_soon_threadsafe(task.cancel)
             wait([done])
             raise
 
     def close(self) -> None:
-        """End the thread. What is begun after that has another."""
-        serving, self._serving = self._serving, None
+        """End the thread, and what is still under way in it. What is begun after that has another."""
+        with self._lock:
+            serving, self._serving = self._serving, None
         if serving is not None:
             serving.loop.call_soon_threadsafe(serving.closing.set)
             serving.thread.join()
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> tuple[asyncio.Task[T], Future[T]]:
-        """The task, and a future that is done when the task has ended, whichever way."""
-        if self._serving is None:
-            self._serving = _serve()
-        loop = self._serving.loop
+    def _begin(
+        self, work: Coroutine[Any, Any, T]
+    ) -> tuple[asyncio.AbstractEventLoop, asyncio.Task[T], Future[T]]:
+        """The loop, the task, and a future that is done when the task has ended, whichever way."""
+        with self._lock:
+            if self._serving is None:
+                self._serving = _serve()
+            loop = self._serving.loop
         begun: Future[asyncio.Task[T]] = Future()
         done: Future[T] = Future()
 
@@ -74,11 +79,7 @@ class LoopBeside:
         loop.call_soon_threadsafe(
             begin
         )  # in a copy of this thread's context: what asks ComfyUI asks for this node
-        return begun.result(), done
-
-    def _cancel(self, task: asyncio.Task[T]) -> None:
-        assert self._serving is not None, "it is closed after its last use"
-        self._serving.loop.call_soon_threadsafe(task.cancel)
+        return loop, begun.result(), done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

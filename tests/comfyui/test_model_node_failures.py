@@ -16,7 +16,7 @@ from model_graphs import OWN, STOCK, add_both, both_models
 
 from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
 from devtools.comfy_server import ComfyServer
-from devtools.mesh_runs import relative_error
+from devtools.mesh_runs import mesh_degrees, relative_error
 
 # A server and a group start within the first test that needs them.
 pytestmark = pytest.mark.timeout(240)
@@ -129,18 +129,44 @@ def test_two_prompts_that_share_a_model_both_get_their_own(server: ComfyServer, 
         assert torch.allclose(latent_of(server, result, SAVED), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("cfg", [1.0, 5.0])
+def beside(graph: Graph, name: str, *, mesh: str = "", **options: Any) -> None:
+    """Add a sampler of the pack that samples as the KSampler does, but for options, maybe on another mesh."""
+    inputs = {**graph[SAMPLER]["inputs"], "model": ["model", 0], "shift": 8.0, **options}
+    if mesh:
+        devices = f"cpu:{mesh_degrees(mesh).world_size}"
+        other = {**graph["model"]["inputs"], "mesh": mesh, "devices": devices}
+        graph[f"{name} model"] = {**graph["model"], "inputs": other}
+        inputs["model"] = [f"{name} model", 0]
+    graph[name] = {"class_type": "WanDistSampler", "inputs": inputs}
+    graph[f"{name} saved"] = graphs.save_latent(name)
+
+
+@pytest.mark.parametrize(("cfg", "mesh"), [(1.0, ""), (5.0, ""), (5.0, "tp2")])
 def test_a_stock_sampler_holds_up_no_other_job_of_the_pack(
-    server: ComfyServer, seed: int, cfg: float
+    server: ComfyServer, seed: int, cfg: float, mesh: str
 ) -> None:
-    """It holds up the event loop of ComfyUI's nodes. Which node ComfyUI begins with is its own choice."""
+    """It holds up the event loop of ComfyUI's nodes. Which node ComfyUI begins with is its own choice.
+
+    mesh: of another group on the same devices, so that the two take turns.
+    """
     graph = own(steps=3, seed=seed, cfg=cfg)
-    inputs = {**graph[SAMPLER]["inputs"], "model": ["model", 0], "shift": 8.0}
-    for name in ("a", "b"):
-        graph[name] = {"class_type": "WanDistSampler", "inputs": {**inputs, "seed": seed + 1}}
-        graph[f"{name} saved"] = graphs.save_latent(name)
-    graph["b"]["inputs"]["seed"] = seed
+    beside(graph, "a", seed=seed + 1)
+    beside(graph, "b", mesh=mesh)
     result = succeed(server, graph)
     assert torch.allclose(
         latent_of(server, result, "b saved"), latent_of(server, result, SAVED), atol=1e-4
     )
+
+
+def test_one_interrupt_ends_a_stock_sampler_and_the_job_beside_it(
+    server: ComfyServer, seed: int
+) -> None:
+    graph = own(steps=300, seed=seed)
+    beside(graph, "a", seed=seed + 1)
+    run = BackgroundRun(server, graph)
+    run.wait_for_steps(3, maximum=300, node=SAMPLER)
+    asked = time.monotonic()
+    server.interrupt()
+    assert run.result().status == "interrupted"
+    assert time.monotonic() - asked < 10
+    succeed(server, own(seed=seed))

@@ -7,6 +7,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -124,3 +125,10 @@ def test_errors_come_through_and_it_goes_on(beside: LoopBeside, is_blocking: boo
     with pytest.raises(OSError, match="broken"):
         asyncio.run(main())
     assert "wan-dist" in beside.blocking(work(), nothing)
+
+
+def test_several_threads_may_wait_at_once(beside: LoopBeside) -> None:
+    """As a sampler of another pack may call a model."""
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        found = list(threads.map(lambda _: beside.blocking(work(0.05), nothing), range(16)))
+    assert len(set(found)) == 1
