@@ -151,7 +151,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         partial(write_modelopt, weights=weights),
         matrices,
     )
-    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 1)
+    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 2)
     return forms
 
 
@@ -472,21 +472,37 @@ def test_quantisation_metadata_that_cannot_be_read_is_refused(
 
 
 STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
-STOCK_FORMS = ("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA", "scaled-odd")
+MARKERS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)
+STOCK_FORMS = (
+    "plain-e4m3fn",
+    "plain-e5m2",
+    "scaled-OLD",
+    "scaled-METADATA",
+    *(f"scaled-odd-{marker}" for marker in MARKERS),
+)
 
 
 def write_stock_forms(folder: Path) -> None:
-    # ComfyUI rounds the biases of an older scaled file to fp8, so they are given such values here.
+    # ComfyUI rounds the biases of an older scaled file to either fp8, so they are given values of both here.
+    both = (torch.float8_e4m3fn, torch.float8_e5m2)
     weights = {
-        name: value.to(torch.float8_e4m3fn).float() if name.endswith("bias") else value
+        name: value.to(both[0]).to(both[1]).float() if name.endswith("bias") else value
         for name, value in transformer_weights(STOCK_SHAPE, seed=8).items()
     }
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in both:
         name = str(dtype).removeprefix("torch.float8_")
         write_fp8(folder / f"plain-{name}.safetensors", weights, dtype, only_matrices=False)
     for form in (ScaledForm.OLD, ScaledForm.METADATA):
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
-    write_odd_scaled_fp8(folder / "scaled-odd.safetensors", weights)
+    for marker in MARKERS:
+        write_odd_scaled_fp8(folder / f"scaled-odd-{marker}.safetensors", weights, marker=marker)
     (folder / "odd").mkdir()
     for name, (form, change, _) in ODD.items():
         scaled(folder / "odd" / f"{name}.safetensors", change, form)

@@ -92,6 +92,11 @@ ODD: dict[str, tuple[ScaledForm, Callable[[dict[str, Tensor]], None], str]] = {
         put(f"{LAYER}.bias", torch.ones(64, dtype=torch.int8)),
         f"'{LAYER}.bias' as I8, which is not supported",
     ),
+    "marker of integers": (
+        ScaledForm.OLD,
+        put("scaled_fp8", torch.zeros(2, dtype=torch.int8)),
+        "has 'scaled_fp8' as I8, which says of no float what the weights are",
+    ),
     "extra tensor": (
         ScaledForm.OLD,
         put("blocks.0.extra", torch.ones(1)),

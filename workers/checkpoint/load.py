@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from comfy_wan_dist.ipc.errors import ModelFileError
-from comfy_wan_dist.mesh.dtypes import BLOCKS, FLOATS, PACKINGS
+from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.model_file.encoding import StoredTensor
 from comfy_wan_dist.model_file.wan import WanFile
+from workers.model.dtypes import dtype_coded
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
@@ -126,8 +127,8 @@ class ParameterPart:
             peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
         )
         if self.stored.scale is not None:
-            if entry.dtype in FLOATS:  # ComfyUI makes it fp8 first
-                values = values.to(torch.float8_e4m3fn).float()
+            if self.stored.rounded_to is not None:
+                values = values.to(dtype_coded(self.stored.rounded_to)).float()
             values.mul_(self._scale(reader))
         return values
 
