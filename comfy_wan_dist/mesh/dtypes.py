@@ -35,6 +35,10 @@ DTYPES = tuple(
         ("uint16", "U16", 2),
         ("uint32", "U32", 4),
         ("uint64", "U64", 8),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+        ("float8_e8m0fnu", "F8_E8M0", 1),
+        ("complex64", "C64", 8),
     )
 )
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
