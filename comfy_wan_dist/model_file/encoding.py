@@ -1,6 +1,6 @@
 """Where a parameter's bytes lie in a file, and how its values follow from them.
 
-Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
+Covers floats of 16 bits and more, fp8 with or without a scale, and GGUF's blocks.
 
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
@@ -20,7 +20,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import BLOCKS, BY_CODE, BY_NAME, FLOATS, FP8, PACKINGS, WIDE_FLOATS, Packing
+from ..mesh.dtypes import (
+    BLOCKS,
+    BY_CODE,
+    BY_NAME,
+    COMPLEX,
+    FLOATS,
+    FP8,
+    PACKINGS,
+    WIDE_FLOATS,
+    Packing,
+)
 from .names import Naming, shown
 
 FORMATS = tuple(BY_CODE[code].name for code in FP8)
@@ -81,7 +91,7 @@ class StoredTensor:
     @property
     def is_packed(self) -> bool:
         """Whether it stays in memory as it is in the file: every quantised matrix of a linear, unless it is rounded."""
-        is_quantised = len(self.shape) == 2 and self.entry.dtype not in FLOATS
+        is_quantised = len(self.shape) == 2 and self.entry.dtype not in WIDE_FLOATS
         return is_quantised and self.rounded_to is None
 
     @property
@@ -120,7 +130,7 @@ def read_encodings(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            scalable = FP8 if marked is None else (*FP8, *FLOATS)
+            scalable = FP8 if marked is None else (*FP8, *WIDE_FLOATS)
             if scale is not None and (entry.dtype not in scalable or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
@@ -218,9 +228,9 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
         raise ModelFileError(
             f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
         )
-    if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
+    if any(size != 1 for size in scale.shape) or scale.dtype == COMPLEX:
         raise ModelFileError(
-            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
+            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one number for the "
             f"whole weight is supported, so {REMEDY}"
         )
     return scale

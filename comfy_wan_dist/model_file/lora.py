@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import BY_CODE, FP8, PACKINGS, WIDE_FLOATS
+from ..mesh.dtypes import BY_CODE, COMPLEX, FP8, PACKINGS, WIDE_FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import WanShape
 from .encoding import TensorEntry
@@ -41,7 +41,6 @@ UNSUPPORTED_CONFIG = ("alpha_pattern", "use_rslora", "use_dora")
 MATRIX_TYPES = (*WIDE_FLOATS, *FP8)
 PRODUCTS = (Kind.LORA, Kind.LOHA, Kind.LOKR)
 """What is made of matrices, with a scale. ComfyUI gives the result the parameter's shape."""
-COMPLEX = "C64"
 ATTENTION = re.compile(r"_attn\.[qkvo]\.weight\Z")
 
 
@@ -153,28 +152,12 @@ def parse_lora(
             f"{f', the first is {shown(unknown[0])}' if unknown else ''}; choose a LoRA for this model"
         )
     _require_model(patches, shape, label)
-    misfits = {
-        name: misfit
-        for name, patch in patches.items()
-        if (misfit := _misfit(patch, expected[name]))
-    }
-    if len(misfits) == len(patches):
-        name, misfit = next(iter(misfits.items()))
-        raise ModelFileError(f"{label} changes {name} {misfit}; choose a LoRA for this model")
-    for name, misfit in misfits.items():
-        if patches[name].kind is Kind.VALUE:
-            # ComfyUI repeats it to the parameter's size, or ends.
-            raise ModelFileError(
-                f"{label} replaces {name} {misfit}; the file is damaged, or choose a LoRA for this model"
-            )
-        unknown += [factor.name for factor in patches.pop(name).factors.values()]
-    for name, patch in patches.items():
-        if patch.kind in PRODUCTS and extent(patch)[0] != expected[name][0]:
-            patches[name] = replace(patch, is_reshaped=True)
+    fitting, misfits = _fitted(patches, expected, label)
+    unknown += [factor.name for patch in misfits for factor in patch.factors.values()]
     order = {key: index for index, key in enumerate(entries)}
     return LoraFile(
         label=label,
-        patches=patches,
+        patches=fitting,
         unknown=tuple(sorted(unknown, key=order.__getitem__)),
         parameters=len(expected),
     )
@@ -298,6 +281,31 @@ def _require_model(patches: Mapping[str, Patch], shape: WanShape, label: str) ->
             f"{label} changes block {max(blocks)}, but the blocks of this model are 0 to {shape.num_layers - 1}; "
             "choose a LoRA for this model"
         )
+
+
+def _fitted(
+    patches: Mapping[str, Patch], expected: Mapping[str, tuple[int, ...]], label: str
+) -> tuple[dict[str, Patch], list[Patch]]:
+    """What suits its parameter, and what is left out because it has another size. Raises ModelFileError."""
+    misfits = {
+        name: misfit
+        for name, patch in patches.items()
+        if (misfit := _misfit(patch, expected[name]))
+    }
+    if len(misfits) == len(patches):
+        name, misfit = next(iter(misfits.items()))
+        raise ModelFileError(f"{label} changes {name} {misfit}; choose a LoRA for this model")
+    for name, misfit in misfits.items():
+        if patches[name].kind is Kind.VALUE:
+            # ComfyUI repeats it to the parameter's size, or ends.
+            raise ModelFileError(
+                f"{label} replaces {name} {misfit}; the file is damaged, or choose a LoRA for this model"
+            )
+    fitting = {name: patch for name, patch in patches.items() if name not in misfits}
+    for name, patch in fitting.items():
+        if patch.kind in PRODUCTS and extent(patch)[0] != expected[name][0]:
+            fitting[name] = replace(patch, is_reshaped=True)
+    return fitting, [patches[name] for name in misfits]
 
 
 def _misfit(patch: Patch, want: tuple[int, ...]) -> str:

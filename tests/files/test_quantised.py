@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -151,8 +152,17 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         partial(write_modelopt, weights=weights),
         matrices,
     )
+    add("one-F16", ".safetensors", partial(write_one_f16, weights=weights), 0)
     add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 2)
     return forms
+
+
+def write_one_f16(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    name = "blocks.0.ffn.0.weight"
+    stored = {key: value.bfloat16() for key, value in weights.items()}
+    stored[name] = weights[name].half()
+    save_file(stored, path)
+    return {key: value.float() for key, value in stored.items()}
 
 
 def recognise(path: Path) -> WanFile:
@@ -399,6 +409,7 @@ def test_a_quantised_file_makes_auto_choose_a_mesh_that_its_size_allows() -> Non
         ("scaled-NEW", "cpu", "bfloat16"),
         ("Q4_K", "cpu", "float32"),
         ("F16", "cpu", "float16"),
+        ("one-F16", "cpu", "bfloat16"),
         ("Q4_K", "0", "bfloat16"),
     ],
 )
@@ -480,12 +491,25 @@ MARKERS = (
     torch.float16,
     torch.float64,
 )
+REST = ("blocks.0.modulation", "blocks.0.self_attn.norm_q.weight", "head.modulation")
+SCALE_TYPES = (
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.int64,
+    torch.int8,
+)
 STOCK_FORMS = (
     "plain-e4m3fn",
     "plain-e5m2",
     "scaled-OLD",
     "scaled-METADATA",
     *(f"scaled-odd-{marker}" for marker in MARKERS),
+    "scaled-types",
+    "plain-types",
+    "two-models",
 )
 
 
@@ -503,6 +527,24 @@ def write_stock_forms(folder: Path) -> None:
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
     for marker in MARKERS:
         write_odd_scaled_fp8(folder / f"scaled-odd-{marker}.safetensors", weights, marker=marker)
+    write_fp8(folder / "plain-rest.safetensors", weights, both[0], only_matrices=True)
+    write_scaled_fp8(folder / "scaled-types.safetensors", weights, ScaledForm.OLD)
+    stored = load_file(folder / "scaled-types.safetensors")
+    scales = [name for name in stored if name.endswith("scale_weight")]
+    for name, dtype in zip(scales, SCALE_TYPES, strict=False):
+        stored[name] = stored[name].mul(2**8).ceil().to(dtype)
+    stored["head.head.weight"] = weights["head.head.weight"].double()
+    save_file(stored, folder / "scaled-types.safetensors")
+    types = (torch.float64, torch.bfloat16, torch.float16, torch.float32, torch.float32)
+    mixed = {
+        name: value.to(types[index % len(types)])
+        for index, (name, value) in enumerate(weights.items())
+    }
+    save_file(mixed, folder / "plain-types.safetensors")
+    others = transformer_weights(STOCK_SHAPE, seed=9)
+    both_models = {f"diffusion_model.{name}": value for name, value in others.items()}
+    both_models |= {f"model.{name}": value for name, value in weights.items()}
+    save_file(both_models, folder / "two-models.safetensors")
     (folder / "odd").mkdir()
     for name, (form, change, _) in ODD.items():
         scaled(folder / "odd" / f"{name}.safetensors", change, form)
@@ -542,6 +584,11 @@ def write_comfyui_results(folder: Path) -> None:
                 for context in (inputs.cond, inputs.uncond)
             )
         results[f"{name}/velocity"] = uncond + 5.0 * (cond - uncond)
+    # As on a device that computes in fp8.
+    with mock.patch("comfy.model_management.supports_fp8_compute", return_value=True):
+        loaded = comfy.sd.load_diffusion_model(str(folder / "plain-rest.safetensors"))
+    for name in REST:
+        results[f"plain-rest/{name}"] = loaded.model.diffusion_model.get_parameter(name).float()
     save_file(results, folder / "results.safetensors")
     runs = []
     for path in (folder / "odd").iterdir():
@@ -576,6 +623,12 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
         assert len(matrices) > 10
         for path, matrix in matrices.items():
             assert torch.equal(matrix, results[f"{name}/{path}"]), (name, path)
+    rest = recognise(tmp_path / "plain-rest.safetensors")
+    for name, value in load_file(tmp_path / "plain-rest.safetensors").items():
+        if name in REST:
+            assert rest.entries[name].entry.dtype == "BF16"
+            assert rest.entries[name].rounded_to is None
+            assert torch.equal(results[f"plain-rest/{name}"], value.to(torch.float8_e4m3fn).float())
     runs = set(json.loads((tmp_path / "runs.json").read_text()))
     assert runs < ODD.keys()
     differences = (REPO / "docs" / "differences.md").read_text()
