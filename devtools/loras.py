@@ -87,6 +87,12 @@ class PartsMaker:
         parts["down"] /= (RANK * columns) ** 0.5
         return parts if alpha is None else parts | {"alpha": torch.tensor(alpha)}
 
+    def reshaped(self, name: str) -> dict[str, Tensor]:
+        """A pair of twice the rows, and half the columns."""
+        rows, columns = self._shapes[name]
+        size = self._size / (RANK * columns) ** 0.5
+        return {"up": self._noise(rows * 2, RANK), "down": self._noise(RANK, columns // 2) * size}
+
     def dora(self, name: str, *, by_rows: bool) -> dict[str, Tensor]:
         rows, columns = self._shapes[name]
         lengths = (rows, 1) if by_rows else (1, columns)
@@ -175,6 +181,8 @@ def mixed_lora(shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> Parts:
     for name in ("ffn.0", "ffn.2"):
         changes[f"{first}.{name}.weight"] = make.dora(f"{first}.{name}.weight", by_rows=True)
         changes[f"{third}.{name}.weight"] = make.dora(f"{third}.{name}.weight", by_rows=False)
+    for name in ("self_attn.k", "self_attn.o"):
+        changes[f"{third}.{name}.weight"] = make.reshaped(f"{third}.{name}.weight")
     changes[f"{third}.self_attn.v.weight"] = make.value(f"{third}.self_attn.v.weight")
     changes[f"{third}.cross_attn.o.weight"] = make.difference(f"{third}.cross_attn.o.weight")
     return changes

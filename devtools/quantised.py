@@ -87,24 +87,34 @@ def write_scaled_fp8(
     return values
 
 
-ODD_WEIGHTS = ("blocks.0.self_attn.o.weight", "blocks.0.ffn.0.weight")
+ODD_WEIGHTS = ("blocks.0.self_attn.o.weight", "blocks.0.ffn.0.weight", "blocks.0.ffn.2.weight")
 
 
 def write_odd_scaled_fp8(
-    path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float8_e4m3fn
+    path: Path, weights: Mapping[str, Tensor], *, marker: torch.dtype = torch.float8_e4m3fn
 ) -> dict[str, Tensor]:
-    """An older scaled file in which one weight has no scale, and one that is bfloat16 has one.
+    """An older scaled file in which one weight has no scale, and two that have one are of other types than the rest.
 
-    ComfyUI takes the missing one for 1, and rounds the wide weight to the file's fp8 before it is scaled.
+    ComfyUI takes the missing one for 1, and rounds the others before they are scaled: to the type of the marker, of
+    which it takes float32 for e4m3fn.
     """
-    bare, wide = ODD_WEIGHTS
-    values = write_scaled_fp8(path, weights, ScaledForm.OLD, dtype=dtype)
+    bare, wide, other = ODD_WEIGHTS
+    rounded = torch.float8_e4m3fn if marker is torch.float32 else marker
+    own = torch.float8_e5m2 if rounded is torch.float8_e5m2 else torch.float8_e4m3fn
+    types = {
+        wide: torch.bfloat16,
+        other: torch.float8_e4m3fn if own is torch.float8_e5m2 else torch.float8_e5m2,
+    }
+    values = write_scaled_fp8(path, weights, ScaledForm.OLD, dtype=own)
     stored = load_file(path)
+    stored["scaled_fp8"] = torch.zeros(2, dtype=marker)
     del stored[bare.replace("weight", "scale_weight")]
     values[bare] = stored[bare].float()
-    scale = stored[wide.replace("weight", "scale_weight")]
-    stored[wide] = (weights[wide] / scale).bfloat16()
-    values[wide] = stored[wide].to(dtype).float() * scale
+    for name, dtype in types.items():
+        scale = weights[name].abs().max() / 100
+        stored[name.replace("weight", "scale_weight")] = scale
+        stored[name] = (weights[name] / scale).to(dtype)
+        values[name] = stored[name].to(rounded).float() * scale
     save_file(stored, path)
     return values
 

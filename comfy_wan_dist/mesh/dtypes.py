@@ -35,17 +35,23 @@ DTYPES = tuple(
         ("uint16", "U16", 2),
         ("uint32", "U32", 4),
         ("uint64", "U64", 8),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+        ("float8_e8m0fnu", "F8_E8M0", 1),
+        ("complex64", "C64", 8),
     )
 )
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_CODE = {dtype.code: dtype for dtype in DTYPES}
 
 COMPUTED = ("float32", "bfloat16", "float16")
-"""Names of those that a model can be computed in. A transformer's plain weights have one of them, too."""
+"""Names of those that a model can be computed in."""
 FLOATS = tuple(BY_NAME[name].code for name in ("float32", "float16", "bfloat16"))
 WIDE_FLOATS = (*FLOATS, "F64")
-"""What a VAE or a LoRA may be stored in."""
+"""What a plain weight may be stored in."""
 FP8 = ("F8_E4M3", "F8_E5M2")
+
+COMPLEX = "C64"
 
 BLOCKS = {
     "Q4_0": (32, 18),
@@ -92,7 +98,7 @@ class Packing:
 PACKINGS = {
     encoding: Packing(encoding=encoding, items=items, size=size)
     for encoding, (items, size) in (
-        *((code, (1, BY_CODE[code].bytes)) for code in (*FLOATS, *FP8)),
+        *((code, (1, BY_CODE[code].bytes)) for code in (*WIDE_FLOATS, *FP8)),
         *BLOCKS.items(),
     )
 }

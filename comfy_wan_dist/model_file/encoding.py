@@ -1,11 +1,12 @@
 """Where a parameter's bytes lie in a file, and how its values follow from them.
 
-Covers 16- and 32-bit floats, fp8 with or without a scale, and GGUF's blocks.
+Covers floats of 16 bits and more, fp8 with or without a scale, and GGUF's blocks.
 
 A scaled fp8 weight `X.weight` has a companion, in the older form `X.scale_weight` and a tensor `scaled_fp8` that marks
 the file, in the newer one `X.weight_scale` and the format's name, in `X.comfy_quant` or in the file's metadata. Scales
 of inputs, and whether products should be exact, do not matter here: products are computed in the model's dtype. In the
-older form a scale may be missing, and is 1 then, or belong to a wide weight, which ComfyUI rounds to the mark's type.
+older form a scale may be missing, and is 1 then, or belong to a weight of another type than `scaled_fp8` has, to which
+ComfyUI rounds it.
 Not covered: values are not read here, so that a scale is checked when it is loaded.
 Source: ComfyUI's QUANTIZATION.md and loader (0.3.75); ggml's block layouts.
 """
@@ -19,7 +20,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import BLOCKS, BY_CODE, BY_NAME, FLOATS, FP8, PACKINGS, Packing
+from ..mesh.dtypes import (
+    BLOCKS,
+    BY_CODE,
+    BY_NAME,
+    COMPLEX,
+    FLOATS,
+    FP8,
+    PACKINGS,
+    WIDE_FLOATS,
+    Packing,
+)
 from .names import Naming, shown
 
 FORMATS = tuple(BY_CODE[code].name for code in FP8)
@@ -61,7 +72,7 @@ class TensorEntry:
 class StoredTensor:
     """A parameter: its bytes, and the scale that its values are still to be multiplied with.
 
-    rounded_to: a dtype's name, for values that are rounded to it before they are scaled.
+    rounded_to: the dtype of safetensors that they are rounded to before, or None.
     """
 
     entry: TensorEntry
@@ -79,8 +90,9 @@ class StoredTensor:
 
     @property
     def is_packed(self) -> bool:
-        """Whether it stays in memory as it is in the file: every quantised matrix of a linear."""
-        return len(self.shape) == 2 and self.entry.dtype not in FLOATS
+        """Whether it stays in memory as it is in the file: every quantised matrix of a linear, unless it is rounded."""
+        is_quantised = len(self.shape) == 2 and self.entry.dtype not in WIDE_FLOATS
+        return is_quantised and self.rounded_to is None
 
     @property
     def as_bytes(self) -> TensorEntry:
@@ -97,9 +109,9 @@ def read_encodings(
     layers: format of each layer that the file's metadata names (`layer_formats`). label: the file, for messages.
     Raises ModelFileError naming a format that is not supported, or a scale that is missing or odd.
     """
+    marked = _marked_dtype(entries)
     companions = {name for name in entries if name.rpartition(".")[2] in COMPANIONS}
     formats = {**layers, **_formats_beside(entries, label)}
-    marked = _marked_dtype(entries)
     stored = {}
     for name, entry in entries.items():
         if name == MARKER or name in companions:
@@ -118,17 +130,15 @@ def read_encodings(
                     f"{label}: the scaled weight {shown(name)} has no scale beside it "
                     f"({' or '.join(SCALES)}); the file is incomplete: download it again"
                 )
-            scalable = (*FP8, *FLOATS) if marked is not None else FP8
+            scalable = FP8 if marked is None else (*FP8, *WIDE_FLOATS)
             if scale is not None and (entry.dtype not in scalable or len(entry.shape) != 2):
                 raise ModelFileError(
                     f"{label}: {shown(name)} is {entry.dtype} {list(entry.shape)} and has a scale, which only "
                     f"matrices in fp8 may have; {REMEDY}"
                 )
         _require_supported(name, entry, label)
-        is_rounded = scale is not None and entry.dtype in FLOATS
-        stored[name] = StoredTensor(
-            entry=entry, scale=scale, rounded_to=marked if is_rounded else None
-        )
+        rounded_to = None if scale is None else _rounded_to(entry.dtype, marked)
+        stored[name] = StoredTensor(entry=entry, scale=scale, rounded_to=rounded_to)
     if astray := sorted(n for n in companions if n.rpartition(".")[0] + ".weight" not in stored):
         raise ModelFileError(
             f"{label} has {shown(astray[0])} without the weight that it belongs to; the file is incomplete: "
@@ -138,11 +148,17 @@ def read_encodings(
 
 
 def _marked_dtype(entries: Mapping[str, TensorEntry]) -> str | None:
-    """What ComfyUI makes the matrices of an older scaled file, by the type of its mark; None without one."""
-    if MARKER not in entries:
+    """The dtype in which ComfyUI has the weights of an older scaled file, or None for another file."""
+    marker = entries.get(MARKER)
+    if marker is None:
         return None
-    code = entries[MARKER].dtype
-    return BY_CODE[code].name if code in (*FP8, "F16", "BF16") else "float8_e4m3fn"
+    return marker.dtype if marker.dtype in (*FP8, "F16", "BF16", "F64") else FP8[0]
+
+
+def _rounded_to(dtype: str, marked: str | None) -> str | None:
+    """The dtype to which values of `dtype` are rounded, or None if they are kept as they are."""
+    is_kept = marked in (None, dtype, "F64") or (dtype in FP8 and marked in FLOATS)
+    return None if is_kept else marked
 
 
 def layer_formats(metadata: Mapping[str, str], naming: Naming, *, label: str) -> dict[str, str]:
@@ -208,9 +224,9 @@ def _scale_of(layer: str, entries: Mapping[str, TensorEntry], label: str) -> Ten
         raise ModelFileError(
             f"{label} has both {shown(found[0])} and {shown(found[1])}; it is damaged: download it again"
         )
-    if any(size != 1 for size in scale.shape) or scale.dtype not in FLOATS:
+    if any(size != 1 for size in scale.shape) or scale.dtype == COMPLEX:
         raise ModelFileError(
-            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one float for the "
+            f"{label}: the scale {shown(found[0])} is {scale.dtype} {list(scale.shape)}; only one number for the "
             f"whole weight is supported, so {REMEDY}"
         )
     return scale

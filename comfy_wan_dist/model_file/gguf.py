@@ -52,14 +52,22 @@ WANTED = ("general.alignment", "split.count")
 SHAPE_PREFIX = "comfy.gguf.orig_shape."
 
 
-def read_gguf_header(
-    file: BinaryIO, path: Path, file_bytes: int, found: dict[str, Any], *, parts: int
-) -> dict[str, TensorEntry]:
-    """Tensors with their shapes in values, rows first. Raises ModelFileError, and OSError.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufHeader:
+    """entries: tensors with their shapes in values, rows first. keys: those that count, with their values."""
 
-    found: keys of the parts before this one, of so many, with their values; this one's are added.
+    entries: Mapping[str, TensorEntry]
+    keys: Mapping[str, Any]
+
+
+def read_gguf_header(
+    file: BinaryIO, path: Path, file_bytes: int, *, parts: int, before: Mapping[str, Any]
+) -> GgufHeader:
+    """The header of one of so many parts. Raises ModelFileError, and OSError.
+
+    before: keys of the parts before this one, which count for it too.
     """
-    return _Header(file, path, file_bytes, found, parts).read()
+    return _Header(file, path, file_bytes, parts).read(before)
 
 
 @dataclass(slots=True)
@@ -67,11 +75,10 @@ class _Header:
     file: BinaryIO
     path: Path
     file_bytes: int
-    found: dict[str, Any]
     parts: int
     values: int = 0
 
-    def read(self) -> dict[str, TensorEntry]:
+    def read(self, before: Mapping[str, Any]) -> GgufHeader:
         magic = self._take(4)
         if magic != MAGIC:
             raise self._damaged("does not begin like a GGUF file")
@@ -87,7 +94,6 @@ class _Header:
         found = {
             key: value for key, value in (self._key() for _ in range(keys)) if value is not None
         }
-        self.found.update(found)
         if (count := found.get("split.count", 1)) not in (0, 1, self.parts):
             raise ModelFileError(
                 f"{self.path.name} is one part of {shown(count)} that has lost its name; name all as llama-gguf-split "
@@ -103,9 +109,9 @@ class _Header:
             if name in entries:
                 raise self._damaged(f"has the tensor {shown(name)} twice")
             placed = replace(entry, start=data_start + entry.start, stop=data_start + entry.stop)
-            entries[name] = self._reshaped(name, placed)
+            entries[name] = self._reshaped(name, placed, {**before, **found})
         self._require_inside(entries)
-        return entries
+        return GgufHeader(entries=entries, keys=found)
 
     def _key(self) -> tuple[str, Any]:
         """A key and its value, which is None unless it is wanted."""
@@ -115,7 +121,8 @@ class _Header:
 
     def _value(self, kind: int, *, is_wanted: bool) -> Any:
         if kind in SCALARS:
-            return self._unpack(SCALARS[kind])[0]
+            (value,) = self._unpack(SCALARS[kind])
+            return value if is_wanted else None
         if kind == TEXT:
             return self._text() if is_wanted else self._skip_text()
         if kind != ARRAY:
@@ -158,8 +165,8 @@ class _Header:
             dtype=dtype, shape=shape, path=str(self.path), start=start, stop=start + size
         )
 
-    def _reshaped(self, name: str, entry: TensorEntry) -> TensorEntry:
-        shape = self.found.get(SHAPE_PREFIX + name)
+    def _reshaped(self, name: str, entry: TensorEntry, keys: Mapping[str, Any]) -> TensorEntry:
+        shape = keys.get(SHAPE_PREFIX + name)
         if shape is None:
             return entry
         is_shape = isinstance(shape, tuple) and all(type(n) is int and n > 0 for n in shape)

@@ -56,6 +56,7 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
     entries: dict[str, TensorEntry] = {}
     file_bytes = 0
     mtime_ns = 0
+    tensors: Mapping[str, TensorEntry]
     metadata: dict[str, str] = {}
     gguf_keys: dict[str, Any] = {}
     for file in files:
@@ -63,8 +64,11 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
             with file.open("rb") as opened:
                 status = os.fstat(opened.fileno())
                 if file.suffix == GGUF_SUFFIX:
-                    found, parts = gguf_keys, len(files)
-                    tensors = read_gguf_header(opened, file, status.st_size, found, parts=parts)
+                    header = read_gguf_header(
+                        opened, file, status.st_size, parts=len(files), before=gguf_keys
+                    )
+                    tensors = header.entries
+                    gguf_keys.update(header.keys)
                 else:
                     tensors, texts = _read_header(opened, file, status.st_size)
                     metadata.update(texts)

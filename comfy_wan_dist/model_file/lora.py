@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from ..ipc.errors import ModelFileError
-from ..mesh.dtypes import BY_CODE, FP8, PACKINGS, WIDE_FLOATS
+from ..mesh.dtypes import BY_CODE, COMPLEX, FP8, PACKINGS, WIDE_FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import WanShape
 from .encoding import TensorEntry
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
-from .lora_patch import PARTS, DoraAxis, Factor, Kind, Patch, build_patch, extent
+from .lora_patch import PARTS, Factor, Kind, Patch, build_patch, extent
 from .names import listed, shown
 
 HALVES = ("transformer.", "transformer_2.")
@@ -39,6 +39,8 @@ PEFT_METADATA = "lora_adapter_metadata"
 UNSUPPORTED_CONFIG = ("alpha_pattern", "use_rslora", "use_dora")
 """Settings of PEFT that change how alpha counts, or what is merged."""
 MATRIX_TYPES = (*WIDE_FLOATS, *FP8)
+PRODUCTS = (Kind.LORA, Kind.LOHA, Kind.LOKR)
+"""What is made of matrices, with a scale. ComfyUI gives the result the parameter's shape."""
 ATTENTION = re.compile(r"_attn\.[qkvo]\.weight\Z")
 
 
@@ -130,7 +132,7 @@ def parse_lora(
         if kind is None:
             unknown += [factor.name for factor in roles.values()]
             continue
-        has_scale = kind in (Kind.LORA, Kind.LOHA, Kind.LOKR)
+        has_scale = kind in PRODUCTS
         used = (*PARTS[kind], *((Role.ALPHA, Role.DORA) if has_scale else ()))
         unknown += [factor.name for role, factor in roles.items() if role not in used]
         patches[parameter] = build_patch(
@@ -150,20 +152,12 @@ def parse_lora(
             f"{f', the first is {shown(unknown[0])}' if unknown else ''}; choose a LoRA for this model"
         )
     _require_model(patches, shape, label)
-    misfits = {
-        name: misfit
-        for name, patch in patches.items()
-        if (misfit := _misfit(patch, expected[name]))
-    }
-    if len(misfits) == len(patches):
-        name, misfit = next(iter(misfits.items()))
-        raise ModelFileError(f"{label} changes {name} {misfit}; choose a LoRA for this model")
-    for name in misfits:
-        unknown += [factor.name for factor in patches.pop(name).factors.values()]
+    fitting, misfits = _fitted(patches, expected, label)
+    unknown += [factor.name for patch in misfits for factor in patch.factors.values()]
     order = {key: index for index, key in enumerate(entries)}
     return LoraFile(
         label=label,
-        patches=patches,
+        patches=fitting,
         unknown=tuple(sorted(unknown, key=order.__getitem__)),
         parameters=len(expected),
     )
@@ -198,7 +192,8 @@ def _find_factors(
                 "or LoKr"
             )
         role = part.role
-        if entry.dtype not in MATRIX_TYPES and role is not Role.ALPHA:
+        is_number = role is Role.ALPHA and entry.dtype != COMPLEX
+        if entry.dtype not in MATRIX_TYPES and not is_number:
             raise ModelFileError(
                 f"{label} stores {shown(key)} as {entry.dtype}; this version merges {', '.join(MATRIX_TYPES)}, so "
                 "choose a 16- or 32-bit file"
@@ -239,7 +234,7 @@ def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:
 
 
 def read_scalar(entry: TensorEntry) -> float:
-    """The value of a tensor with one element. Raises ModelFileError."""
+    """The value of a tensor with one element, which is not complex. Raises ModelFileError."""
     try:
         with open(entry.path, "rb") as file:
             raw = os.pread(file.fileno(), entry.size, entry.start)
@@ -272,14 +267,13 @@ def _kind_of(parameter: str, roles: Mapping[Role, Factor], label: str) -> Kind |
 
 
 def _require_model(patches: Mapping[str, Patch], shape: WanShape, label: str) -> None:
-    for parameter, patch in patches.items():
-        width = extent(patch)[0]
-        # The output of every attention projection has the model's width.
-        if ATTENTION.search(parameter) and width != shape.dim:
-            raise ModelFileError(
-                f"{label} is made for a model of width {width}, but this one has width {shape.dim}; choose a LoRA for "
-                "this model"
-            )
+    # The output of every attention projection has the model's width.
+    widths = [extent(patch)[0] for name, patch in patches.items() if ATTENTION.search(name)]
+    if widths and shape.dim not in widths:
+        raise ModelFileError(
+            f"{label} is made for a model of width {widths[0]}, but this one has width {shape.dim}; choose a LoRA for "
+            "this model"
+        )
     blocks = {block for parameter in patches if (block := block_of(parameter)) is not None}
     if blocks and max(blocks) >= shape.num_layers:
         # Its blocks are not this model's: merging those that have a counterpart would mean nothing.
@@ -289,18 +283,47 @@ def _require_model(patches: Mapping[str, Patch], shape: WanShape, label: str) ->
         )
 
 
+def _fitted(
+    patches: Mapping[str, Patch], expected: Mapping[str, tuple[int, ...]], label: str
+) -> tuple[dict[str, Patch], list[Patch]]:
+    """What suits its parameter, and what is left out because it has another size. Raises ModelFileError."""
+    misfits = {
+        name: misfit
+        for name, patch in patches.items()
+        if (misfit := _misfit(patch, expected[name]))
+    }
+    if len(misfits) == len(patches):
+        name, misfit = next(iter(misfits.items()))
+        raise ModelFileError(f"{label} changes {name} {misfit}; choose a LoRA for this model")
+    for name, misfit in misfits.items():
+        if patches[name].kind is Kind.VALUE:
+            # ComfyUI repeats it to the parameter's size, or ends.
+            raise ModelFileError(
+                f"{label} replaces {name} {misfit}; the file is damaged, or choose a LoRA for this model"
+            )
+    fitting = {name: patch for name, patch in patches.items() if name not in misfits}
+    for name, patch in fitting.items():
+        if patch.kind in PRODUCTS and extent(patch)[0] != expected[name][0]:
+            fitting[name] = replace(patch, is_reshaped=True)
+    return fitting, [patches[name] for name in misfits]
+
+
 def _misfit(patch: Patch, want: tuple[int, ...]) -> str:
-    """Why it does not suit a parameter of shape `want`, or nothing."""
-    if patch.kind in (Kind.DIFFERENCE, Kind.VALUE):
+    """Why it does not suit a parameter of shape `want`, or nothing. Of products the number of values must suit."""
+    if patch.kind not in PRODUCTS:
         (factor,) = patch.factors.values()
-        got, needed = factor.entry.shape, want
-    else:
-        got, needed = extent(patch), (want[0], prod(want[1:]))
-        if patch.kind is Kind.LOHA:
-            second = (patch.factors[Role.HADA_W2_A].rows, patch.factors[Role.HADA_W2_B].columns)
-            got = got if second == got else second
-    if got != needed:
+        got = factor.entry.shape
+        return "" if got == want else f"by {list(got)}, but this model has it in {list(want)}"
+    got, needed = extent(patch), (want[0], prod(want[1:]))
+    if patch.kind is Kind.LOHA:
+        second = (patch.factors[Role.HADA_W2_A].rows, patch.factors[Role.HADA_W2_B].columns)
+        if second != got:
+            return f"by {list(second)}, but this model has it in {list(needed)}"
+    if prod(got) != prod(needed):
         return f"by {list(got)}, but this model has it in {list(needed)}"
-    if patch.dora is DoraAxis.COLUMNS and len(want) > 2:
-        return "by DoRA of its columns, which this version does for matrices only"
+    if patch.dora is not None:
+        lengths = patch.factors[Role.DORA].entry.shape
+        ones = (1,) * (len(want) - 2)
+        if lengths not in ((want[0], 1, *ones), (1, *want[1:2], *ones)):
+            return f"by DoRA to lengths {list(lengths)}, but this model has it in {list(want)}"
     return ""

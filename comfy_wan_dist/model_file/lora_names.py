@@ -69,7 +69,6 @@ UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\.oft_blocks|\.oft_diag", "OFT or BOFT"),
         (r"\.[ab][12]\.weight", "GLoRA"),
         (r"\.reshape_weight", "a change of shape"),
-        (r"\.on_input", "IA3"),
     )
 )
 """Changes that are known and not made."""

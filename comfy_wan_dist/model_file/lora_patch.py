@@ -80,7 +80,7 @@ class Factor:
 
 
 class DoraAxis(enum.Enum):
-    """What DoRA scales to a length: each row of the weight, or each column."""
+    """What DoRA scales to a length: each row of the weight, or each column, of a convolution each input channel."""
 
     ROWS = "rows"
     COLUMNS = "columns"
@@ -88,12 +88,16 @@ class DoraAxis(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
-    """The change of one parameter by one file. scale: what it is multiplied with besides the strength."""
+    """The change of one parameter by one file. scale: what it is multiplied with besides the strength.
+
+    is_reshaped: its values, row after row, are the parameter's, which has other rows.
+    """
 
     kind: Kind
     factors: Mapping[Role, Factor]
     scale: float
     dora: DoraAxis | None = None
+    is_reshaped: bool = False
 
 
 def build_patch(
@@ -133,9 +137,9 @@ def build_patch(
 
 
 def _require_product(left: Factor, right: Factor, label: str, kind: Kind) -> None:
-    least, most = (2, 5) if kind is Kind.LORA else (2, 2)
     for factor in (left, right):
-        if not least <= len(factor.entry.shape) <= most:
+        dims = len(factor.entry.shape)
+        if dims < 2 or (dims > 2 and kind is not Kind.LORA):
             raise ModelFileError(
                 f"{label}: {shown(factor.name)} has shape {list(factor.entry.shape)}; a factor must be a matrix, so "
                 "the file is damaged"
@@ -160,8 +164,8 @@ def _require_forms(kind: Kind, factors: Mapping[Role, Factor], label: str) -> No
             )
         if len(factors[given[0]].entry.shape) != 2:
             raise ModelFileError(
-                f"{label}: {shown(factors[given[0]].name)} has shape {list(factors[given[0]].entry.shape)}; it must "
-                "be a matrix, so the file is damaged"
+                f"{label}: {shown(factors[given[0]].name)} has shape {list(factors[given[0]].entry.shape)}; this "
+                "version merges Kronecker products of matrices only, so choose another file"
             )
 
 
@@ -184,12 +188,21 @@ def _dora_axis(dora: Factor, patch: Patch, label: str) -> DoraAxis:
     if len(dora.entry.shape) >= 2:
         if (dora.rows, dora.columns) == (rows, 1):
             return DoraAxis.ROWS
-        if dora.entry.shape == (1, columns):
+        # Of a convolution one number stands for the columns of an input channel.
+        if (
+            dora.rows == 1
+            and dora.columns == dora.entry.shape[1]
+            and _divides(dora.columns, columns)
+        ):
             return DoraAxis.COLUMNS
     raise ModelFileError(
         f"{label}: {shown(dora.name)} has shape {list(dora.entry.shape)}; for a change of {rows} x {columns} it must "
         f"be {[rows, 1]} or {[1, columns]}"
     )
+
+
+def _divides(part: int, whole: int) -> bool:
+    return part > 0 and whole % part == 0
 
 
 def extent(patch: Patch) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from ..ipc.errors import ModelFileError
 
 T = TypeVar("T")
 
-PREFIXES = ("", "model.diffusion_model.", "diffusion_model.", "model.model.", "model.", "net.")
+PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.", "model.", "diffusion_model.")
+"""The last is not known to ComfyUI, so of two models in a file it takes the other."""
 
 # ComfyUI asks for more than five tensors behind a prefix, too.
 FEWEST_NAMES = 6

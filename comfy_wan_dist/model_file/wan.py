@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from ..ipc.errors import ModelFileError
@@ -54,11 +56,14 @@ class WanFile:
 
     @property
     def dtype(self) -> str:
-        """The type that the file would be computed in: of a matrix, or of its bias if it is quantised."""
-        of_both = (
-            self.entries[f"blocks.0.ffn.0.{leaf}"].entry.dtype for leaf in ("weight", "bias")
-        )
-        return next((dtype for dtype in of_both if dtype in FLOATS), "F32")
+        """The type that the file would be computed in: of most of its plain matrices, or else of a bias."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.entries.values():
+            if len(tensor.shape) == 2:
+                sizes[tensor.entry.dtype] += prod(tensor.shape)
+        of_bias = self.entries["blocks.0.ffn.0.bias"].entry.dtype
+        found = (*(dtype for dtype, _ in sizes.most_common()), of_bias)
+        return next((dtype for dtype in found if dtype in FLOATS), "F32")
 
 
 def read_wan_file(file: ModelFile) -> WanFile:

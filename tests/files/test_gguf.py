@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import gguf
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.mesh.parameters import expected_parameters
 from comfy_wan_dist.mesh.shape import WanShape
-from comfy_wan_dist.model_file.gguf import TYPES
+from comfy_wan_dist.model_file.gguf import TYPES, GgufHeader, read_gguf_header
 from comfy_wan_dist.model_file.header import ModelFile, read_model_file
 from comfy_wan_dist.model_file.wan import read_wan_file
 from devtools.checkpoints import transformer_weights
@@ -163,6 +165,24 @@ def test_any_part_stands_for_all(parts: list[Path]) -> None:
         assert model.file_bytes == sum(each.stat().st_size for each in parts)
         shapes = {name: tensor.shape for name, tensor in read_wan_file(model).entries.items()}
         assert shapes == expected_parameters(SHAPE)
+
+
+def test_header_of_a_part_is_told_the_keys_before_it_and_gives_its_own(parts: list[Path]) -> None:
+    shape = "comfy.gguf.orig_shape.patch_embedding.weight"
+
+    def header(part: Path, before: Mapping[str, Any]) -> GgufHeader:
+        with part.open("rb") as opened:
+            size = part.stat().st_size
+            return read_gguf_header(
+                opened, part, size, parts=len(parts), before=MappingProxyType(before)
+            )
+
+    first, last = header(parts[0], {}), header(parts[-1], {})
+    assert first.keys == {"split.count": len(parts), shape: (128, 48, 1, 2, 2)}
+    assert last.keys == {"split.count": len(parts)}
+    assert last.entries["patch_embedding.weight"].shape == (128, 192)
+    reshaped = header(parts[-1], first.keys).entries["patch_embedding.weight"]
+    assert reshaped.shape == (128, 48, 1, 2, 2)
 
 
 def test_missing_part_is_named(parts: list[Path]) -> None:

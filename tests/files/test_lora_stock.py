@@ -71,6 +71,19 @@ def every_kind(dtype: torch.dtype) -> Tensors:
     return {key: value.to(dtype) for key, value in spelled(parts, "comfyui").items()}
 
 
+def beside_plain(name: str, parts: Tensors) -> Callable[[], Tensors]:
+    """A change with a second one that any ComfyUI merges."""
+    return lambda: plain() | spelled({name: parts}, "comfyui")
+
+
+def lengths(*shape: int) -> Tensors:
+    return {"dora_scale": 1 + torch.rand(shape)}
+
+
+def patches_by_dora(*shape: int) -> Callable[[], Tensors]:
+    return beside_plain("patch_embedding.weight", pair(128, 16, 1, 2, 2) | lengths(*shape))
+
+
 def kronecker(alpha: float) -> Tensors:
     return MAKE.kronecker(OUT, factored=False) | {"alpha": torch.tensor(alpha, dtype=torch.float16)}
 
@@ -129,6 +142,46 @@ CASES: dict[str, Callable[[], Tensors]] = {
         "diffusion_model.head.modulation.diff": torch.randn(1, 2, 64),
         "diffusion_model.blocks.1.norm3.diff": torch.randn(64),
     },
+    "another width in one of several": beside_plain(
+        "blocks.0.self_attn.q.weight", pair(256, 256) | {"bias": torch.randn(64)}
+    ),
+    # As many values in other rows.
+    "a modulation by its rows": beside_plain("blocks.0.modulation", pair(6, 128)),
+    "a bias in a row": beside_plain("blocks.0.self_attn.q.bias", pair(1, 128)),
+    "a norm in a row": beside_plain("blocks.0.norm3.weight", pair(1, 128)),
+    "columns for rows": beside_plain(
+        "blocks.0.ffn.0.weight", pair(128, 64) | {"alpha": torch.tensor(3.0)}
+    ),
+    "columns for rows, Hadamard": beside_plain(
+        "blocks.0.ffn.0.weight",
+        {
+            f"hada_w{number}_{half}": torch.randn(size)
+            for number in (1, 2)
+            for half, size in (("a", (128, 2)), ("b", (2, 64)))
+        },
+    ),
+    "columns for rows, Kronecker": beside_plain(
+        "blocks.0.ffn.0.weight", {"lokr_w1": torch.randn(16, 8), "lokr_w2": torch.randn(8, 8)}
+    ),
+    "factors of many dims": beside_plain(
+        "blocks.0.ffn.0.weight",
+        {"up": torch.randn(64, 4, 1, 1, 1, 1), "down": torch.randn(4, 128, 1, 1, 1, 1)},
+    ),
+    "DoRA of a convolution's rows": patches_by_dora(128, 1, 1, 1, 1),
+    "DoRA of a convolution's columns": patches_by_dora(1, 16, 1, 1, 1),
+    "DoRA of a convolution in two dims": patches_by_dora(128, 1),
+    "DoRA of a matrix in five dims": beside_plain(
+        "blocks.0.ffn.0.weight", pair(64, 128) | lengths(64, 1, 1, 1, 1)
+    ),
+    "DoRA to too few lengths": beside_plain(
+        "blocks.0.ffn.0.weight", pair(64, 128) | lengths(1, 64)
+    ),
+    "beside what nothing is known of": lambda: {
+        **plain(),
+        f"{Q}.on_input": torch.tensor(True),
+        "strange": torch.ones(2, dtype=torch.complex64),
+        "stranger": torch.ones(2).to(torch.float8_e8m0fnu),
+    },
 }
 
 # Files with keys that stock does not know for Wan: ours, and the same with keys that it knows.
@@ -148,6 +201,17 @@ RENAMED["LightX2V's diff_m"] = (
         for name, value in _modulations.items()
     },
     {f"diffusion_model.{name}.diff": value for name, value in _modulations.items()},
+)
+_parts = MAKE.low_rank(OUT, alpha=None)
+RENAMED["names of several kinds"] = (
+    {
+        "diffusion_model.blocks.0.self_attn.o.lora_up.weight": _parts["up"],
+        "lora_unet_blocks_0_self_attn_o.lora_down.weight": _parts["down"],
+        "transformer.blocks.0.attn1.to_out.0.alpha": torch.tensor(3.0),
+        "diffusion_model.blocks.0.norm3.b_norm": torch.ones(128),
+    },
+    spelled({OUT: _parts | {"alpha": torch.tensor(3.0)}}, "comfyui")
+    | {"diffusion_model.blocks.0.norm3.diff_b": torch.ones(128)},
 )
 
 

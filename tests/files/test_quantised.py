@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -151,10 +152,17 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Form]:
         partial(write_modelopt, weights=weights),
         matrices,
     )
-    for name, dtype in (("odd", torch.float8_e4m3fn), ("odd-e5m2", torch.float8_e5m2)):
-        write = partial(write_odd_scaled_fp8, weights=weights, dtype=dtype)
-        add(name, ".safetensors", write, matrices - 1)
+    add("one-F16", ".safetensors", partial(write_one_f16, weights=weights), 0)
+    add("odd", ".safetensors", partial(write_odd_scaled_fp8, weights=weights), matrices - 2)
     return forms
+
+
+def write_one_f16(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    name = "blocks.0.ffn.0.weight"
+    stored = {key: value.bfloat16() for key, value in weights.items()}
+    stored[name] = weights[name].half()
+    save_file(stored, path)
+    return {key: value.float() for key, value in stored.items()}
 
 
 def recognise(path: Path) -> WanFile:
@@ -401,6 +409,7 @@ def test_a_quantised_file_makes_auto_choose_a_mesh_that_its_size_allows() -> Non
         ("scaled-NEW", "cpu", "bfloat16"),
         ("Q4_K", "cpu", "float32"),
         ("F16", "cpu", "float16"),
+        ("one-F16", "cpu", "bfloat16"),
         ("Q4_K", "0", "bfloat16"),
     ],
 )
@@ -474,29 +483,69 @@ def test_quantisation_metadata_that_cannot_be_read_is_refused(
 
 
 STOCK_SHAPE = replace(SHAPE, dim=256, ffn_dim=256, num_layers=1, text_dim=4096)
+MARKERS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)
+OTHER_SINCE_0_8 = ("scaled-types", *(f"scaled-odd-{marker}" for marker in MARKERS))
+REST = ("blocks.0.modulation", "blocks.0.self_attn.norm_q.weight", "head.modulation")
+SCALE_TYPES = (
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.int64,
+    torch.int8,
+)
 STOCK_FORMS = (
-    *("plain-e4m3fn", "plain-e5m2", "scaled-OLD", "scaled-METADATA"),
-    *("scaled-odd", "scaled-odd-e5m2"),
+    "plain-e4m3fn",
+    "plain-e5m2",
+    "scaled-OLD",
+    "scaled-METADATA",
+    *(f"scaled-odd-{marker}" for marker in MARKERS),
+    "scaled-types",
+    "plain-types",
+    "two-models",
 )
 
 
 def write_stock_forms(folder: Path) -> None:
-    # ComfyUI rounds the biases of an older scaled file to fp8, so they are given such values here.
+    # ComfyUI rounds the biases of an older scaled file to either fp8, so they are given values of both here.
+    both = (torch.float8_e4m3fn, torch.float8_e5m2)
     weights = {
-        name: value.to(torch.float8_e4m3fn).float() if name.endswith("bias") else value
+        name: value.to(both[0]).to(both[1]).float() if name.endswith("bias") else value
         for name, value in transformer_weights(STOCK_SHAPE, seed=8).items()
     }
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in both:
         name = str(dtype).removeprefix("torch.float8_")
         write_fp8(folder / f"plain-{name}.safetensors", weights, dtype, only_matrices=False)
     for form in (ScaledForm.OLD, ScaledForm.METADATA):
         write_scaled_fp8(folder / f"scaled-{form.name}.safetensors", weights, form)
-    write_odd_scaled_fp8(folder / "scaled-odd.safetensors", weights)
-    # In which a bias is rounded more coarsely than it is.
-    biases = {name: value for name, value in weights.items() if name.endswith("bias")}
-    coarse = {name: value.to(torch.float8_e5m2).float() for name, value in biases.items()}
-    path = folder / "scaled-odd-e5m2.safetensors"
-    write_odd_scaled_fp8(path, {**weights, **coarse}, torch.float8_e5m2)
+    for marker in MARKERS:
+        write_odd_scaled_fp8(folder / f"scaled-odd-{marker}.safetensors", weights, marker=marker)
+    write_fp8(folder / "plain-rest.safetensors", weights, both[0], only_matrices=True)
+    write_scaled_fp8(folder / "scaled-types.safetensors", weights, ScaledForm.OLD)
+    stored = load_file(folder / "scaled-types.safetensors")
+    scales = [name for name in stored if name.endswith("scale_weight")]
+    for name, dtype in zip(scales, SCALE_TYPES, strict=False):
+        stored[name] = stored[name].mul(2**8).ceil().to(dtype)
+    stored["head.head.weight"] = weights["head.head.weight"].double()
+    save_file(stored, folder / "scaled-types.safetensors")
+    types = (torch.float64, torch.bfloat16, torch.float16, torch.float32, torch.float32)
+    mixed = {
+        name: value.to(types[index % len(types)])
+        for index, (name, value) in enumerate(weights.items())
+    }
+    save_file(mixed, folder / "plain-types.safetensors")
+    others = transformer_weights(STOCK_SHAPE, seed=9)
+    both_models = {f"diffusion_model.{name}": value for name, value in others.items()}
+    both_models |= {f"model.{name}": value for name, value in weights.items()}
+    save_file(both_models, folder / "two-models.safetensors")
     (folder / "odd").mkdir()
     for name, (form, change, _) in ODD.items():
         scaled(folder / "odd" / f"{name}.safetensors", change, form)
@@ -520,8 +569,8 @@ def write_comfyui_results(folder: Path) -> None:
     results = {}
     # ComfyUI 0.3.64 reads no metadata.
     forms = list(STOCK_FORMS if hasattr(comfy.ops, "mixed_precision_ops") else STOCK_FORMS[:3])
-    if hasattr(comfy.utils, "convert_old_quants"):  # which takes e5m2 for e4m3fn
-        forms.remove("scaled-odd-e5m2")
+    if hasattr(comfy.utils, "convert_old_quants"):  # which takes all older scaled files for e4m3fn
+        forms = [name for name in forms if name not in OTHER_SINCE_0_8]
     for name in forms:
         loaded = comfy.sd.load_diffusion_model(str(folder / f"{name}.safetensors"))
         model = loaded.model.diffusion_model
@@ -539,6 +588,11 @@ def write_comfyui_results(folder: Path) -> None:
                 for context in (inputs.cond, inputs.uncond)
             )
         results[f"{name}/velocity"] = uncond + 5.0 * (cond - uncond)
+    # As on a device that computes in fp8.
+    with mock.patch("comfy.model_management.supports_fp8_compute", return_value=True):
+        loaded = comfy.sd.load_diffusion_model(str(folder / "plain-rest.safetensors"))
+    for name in REST:
+        results[f"plain-rest/{name}"] = loaded.model.diffusion_model.get_parameter(name).float()
     save_file(results, folder / "results.safetensors")
     runs = []
     for path in (folder / "odd").iterdir():
@@ -556,7 +610,7 @@ def test_weight_without_scale_is_named(forms: Mapping[str, Form]) -> None:
         )
         notes = resolve_model(handle, visible_cuda=0).notes
         said = (f"{form.path.name} has no scale for '{ODD_WEIGHTS[0]}'; 1 is taken",)
-        assert notes == (said if name in ("odd", "odd-e5m2") else ())
+        assert notes == (said if name == "odd" else ())
 
 
 def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: RankPool) -> None:
@@ -573,6 +627,12 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
         assert len(matrices) > 10
         for path, matrix in matrices.items():
             assert torch.equal(matrix, results[f"{name}/{path}"]), (name, path)
+    rest = recognise(tmp_path / "plain-rest.safetensors")
+    for name, value in load_file(tmp_path / "plain-rest.safetensors").items():
+        if name in REST:
+            assert rest.entries[name].entry.dtype == "BF16"
+            assert rest.entries[name].rounded_to is None
+            assert torch.equal(results[f"plain-rest/{name}"], value.to(torch.float8_e4m3fn).float())
     runs = set(json.loads((tmp_path / "runs.json").read_text()))
     assert runs < ODD.keys()
     differences = (REPO / "docs" / "differences.md").read_text()

@@ -110,8 +110,33 @@ REFUSED: dict[str, tuple[dict[str, TensorEntry], str]] = {
     "DoRA of columns": (
         pair("diffusion_model.patch_embedding", 128, 48 * 4)
         | {"diffusion_model.patch_embedding.dora_scale": entry(1, 192)},
-        "changes patch_embedding.weight by DoRA of its columns",
+        "changes patch_embedding.weight by DoRA to lengths [1, 192], but this model has it in [128, 48, 1, 2, 2]",
     ),
+    "DoRA of other dims": (
+        pair(Q) | {f"{Q}.dora_scale": entry(128, 1, 1)},
+        "by DoRA to lengths [128, 1, 1], but this model has it in [128, 128]",
+    ),
+    "DoRA in another shape": (
+        pair("diffusion_model.blocks.0.modulation", 6, 128)
+        | {"diffusion_model.blocks.0.modulation.dora_scale": entry(6, 1)},
+        "by DoRA to lengths [6, 1], but this model has it in [1, 6, 128]",
+    ),
+    "value": (
+        pair(Q) | {"diffusion_model.blocks.0.self_attn.k.set_weight": entry(128)},
+        "replaces blocks.0.self_attn.k.weight by [128], but this model has it in [128, 128]",
+    ),
+    "complex": (
+        pair(Q) | {f"{Q}.alpha": entry(dtype="C64")},
+        "as C64; this version merges F32, F16, BF16, F64, F8_E4M3, F8_E5M2",
+    ),
+    "kernel": (
+        {
+            "diffusion_model.patch_embedding.lokr_w1": entry(8, 6),
+            "diffusion_model.patch_embedding.lokr_w2": entry(16, 8, 1, 2, 2),
+        },
+        "has shape [16, 8, 1, 2, 2]; this version merges Kronecker products of matrices only",
+    ),
+    "shape": (pair(Q) | {f"{Q}.reshape_weight": entry(2, dtype="I64")}, "a change of shape"),
     "OFT": ({f"{Q}.oft_blocks": entry(4, 32, 32)}, "belongs to OFT or BOFT, which this version"),
     "PEFT's DoRA": (pair(Q) | {f"{Q}.lora_magnitude_vector": entry(128)}, "PEFT's form of DoRA"),
     "Tucker": (pair(Q) | {f"{Q}.lora_mid.weight": entry(4, 4, 1, 1)}, "a Tucker decomposition"),

@@ -50,7 +50,12 @@ ODD: dict[str, tuple[ScaledForm, Callable[[dict[str, Tensor]], None], str]] = {
     "scales of rows": (
         ScaledForm.OLD,
         put(f"{LAYER}.scale_weight", torch.ones(64)),
-        f"the scale '{LAYER}.scale_weight' is F32 [64]; only one float for the whole weight is supported",
+        f"the scale '{LAYER}.scale_weight' is F32 [64]; only one number for the whole weight is supported",
+    ),
+    "complex scale": (
+        ScaledForm.OLD,
+        put(f"{LAYER}.scale_weight", torch.tensor(1.0 + 0j)),
+        f"the scale '{LAYER}.scale_weight' is C64 []; only one number for the whole weight is supported",
     ),
     "two scales": (
         ScaledForm.NEW,

@@ -41,7 +41,7 @@ def test_lists_that_derive_from_the_table() -> None:
     assert COMPUTED == ("float32", "bfloat16", "float16")
     assert FLOATS == ("F32", "F16", "BF16")
     assert WIDE_FLOATS == ("F32", "F16", "BF16", "F64")
-    assert tuple(PACKINGS) == (*FLOATS, *FP8, *BLOCKS)
+    assert tuple(PACKINGS) == (*WIDE_FLOATS, *FP8, *BLOCKS)
     assert {shared.DTYPES[name].itemsize for name in COMPUTED} == {4, 2}
     for name, dtype in shared.DTYPES.items():
         assert dtype.itemsize == BY_NAME[name].bytes

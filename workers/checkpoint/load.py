@@ -19,7 +19,7 @@ from comfy_wan_dist.mesh.dtypes import BLOCKS, PACKINGS
 from comfy_wan_dist.mesh.parameters import parameter_slice
 from comfy_wan_dist.model_file.encoding import StoredTensor
 from comfy_wan_dist.model_file.wan import WanFile
-from workers.model.dtypes import dtype_named
+from workers.model.dtypes import dtype_coded
 from workers.model.wan import WanModel
 from workers.parallel.collectives import AxisGroup, lone_rank
 from workers.parallel.fsdp import local_part
@@ -126,9 +126,9 @@ class ParameterPart:
             # Packed again, the tp ranks' columns are of whole blocks, and not as many on each.
             peer_columns=() if is_whole or self.packed is not None else self.peer_columns,
         )
-        if self.stored.rounded_to is not None:
-            values = values.to(dtype_named(self.stored.rounded_to)).float()
         if self.stored.scale is not None:
+            if self.stored.rounded_to is not None:
+                values = values.to(dtype_coded(self.stored.rounded_to)).float()
             values.mul_(self._scale(reader))
         return values
 

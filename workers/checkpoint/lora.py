@@ -2,8 +2,8 @@
 
 A parameter's old values are read from the model file again, never undone: whatever was merged before, the result is
 that of a fresh load. Of a file's matrices only what the rank's part needs is read.
-DoRA, whose lengths are those of whole rows or columns, is computed on the whole parameter by every
-rank that has a part of it.
+DoRA, whose lengths are those of whole rows or columns, and what has other rows than the parameter, is computed on the
+whole parameter by every rank that has a part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfy_wan_dist.ipc.messages import LoraSpec
 from comfy_wan_dist.mesh.shape import WanShape
 from comfy_wan_dist.model_file.lora import read_lora
 from comfy_wan_dist.model_file.lora_names import Role
-from comfy_wan_dist.model_file.lora_patch import DoraAxis, Factor, Kind, Patch
+from comfy_wan_dist.model_file.lora_patch import DoraAxis, Factor, Kind, Patch, extent
 from comfy_wan_dist.model_file.wan import WanFile
 from workers.model.wan import WanModel
 from workers.parallel.groups import MeshGroups
@@ -32,6 +32,7 @@ from .sharing import Milestone, ReadGroups, SharedReader, in_sections
 
 PIECE_ITEMS = 16 * 2**20
 """How many values are changed at once: 64 MiB in float32, and as much again for the change."""
+EPSILON = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +94,7 @@ def _merge(reader: SharedReader, part: ParameterPart, changes: Sequence[Change])
         return
     rows, columns = part.rows, part.own_columns
     step = max(1, PIECE_ITEMS // len(columns))
-    if any(change.patch.dora is not None for change in changes):
+    if any(change.patch.dora is not None or change.patch.is_reshaped for change in changes):
         rows, columns = range(part.stored.shape[0]), range(part.width)
         step = len(rows)
     local: list[LocalChange] = []
@@ -147,8 +148,9 @@ class LocalChange:
         self._patch = change.patch
         self._strength = change.lora.strength
         self.name = f"{change.label} at strength {change.lora.strength:g}"
-        self._rows = rows
-        self._columns = columns
+        self._rows, self._columns = rows, columns
+        if change.patch.is_reshaped:
+            self._rows, self._columns = map(range, extent(change.patch))
         self._device = device
         # Products are small; differences and values are read piece by piece.
         self._factors = {
@@ -164,7 +166,7 @@ class LocalChange:
             (factor,) = self._patch.factors.values()
             given = self._read(factor, rows, self._columns)
             return given if kind is Kind.VALUE else values.add_(given.mul_(scale))
-        change = self._product(rows)
+        change = self._product(self._rows if self._patch.is_reshaped else rows).view_as(values)
         if self._patch.dora is None:
             return values.add_(change.mul_(scale))
         return self._scale_by_dora(values, change.mul_(self._patch.scale))
@@ -215,9 +217,14 @@ class LocalChange:
         As ComfyUI does, rows are divided by the lengths that they had before the change, columns by those after it.
         """
         changed = values + change
-        before, dim = (values, 1) if self._patch.dora is DoraAxis.ROWS else (changed, 0)
-        length = torch.linalg.vector_norm(before, dim=dim, keepdim=True)
-        changed *= self._factors[Role.DORA] / (length + torch.finfo(torch.float32).eps)
+        lengths = self._factors[Role.DORA]
+        if self._patch.dora is DoraAxis.ROWS:
+            before = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+            changed *= lengths / (before + EPSILON)
+        else:  # of a convolution several columns each
+            columns = changed.view(len(changed), lengths.numel(), -1)
+            after = torch.linalg.vector_norm(columns, dim=(0, 2), keepdim=True)
+            columns *= lengths.view(1, -1, 1) / (after + EPSILON)
         if self._strength == 1:
             return changed
         return values.add_(changed.sub_(values).mul_(self._strength))
