@@ -23,7 +23,7 @@ Conditioning = Sequence[Sequence[Any]]
 IMAGE_KEYS = ("concat_latent_image", "concat_mask")
 APPLIED = {
     **dict.fromkeys(("area", "mask", "control", "hooks", "gligen", "default", "model_conds")),
-    **dict.fromkeys(("time_dim_concat", "noise_concat", "denoise_mask")),
+    **dict.fromkeys(("time_dim_concat", "context_latents", "noise_concat", "denoise_mask")),
     **dict.fromkeys(("timestep_start", "timestep_end")),
     **dict.fromkeys(("concat_mask_index", "start_percent", "clip_start_percent"), 0),
     **dict.fromkeys(("end_percent", "clip_end_percent"), 1),

@@ -116,14 +116,15 @@ class RemoteTransformer(nn.Module):
         transformer_options: Mapping[str, Any] = {},  # noqa: B006
         *,
         control: Any = None,
+        context_latents: Any = None,  # Bernini's, of a later ComfyUI
         **others: Any,
     ) -> Tensor:
         """Like ComfyUI's own Wan it leaves out what the model has no use for, such as clip_fea."""
         refused = [name for name in NOT_CARRIED if transformer_options.get(name)]
         if control is not None:
             refused.append("a ControlNet")
-        if time_dim_concat is not None:
-            refused.append("time_dim_concat")
+        joined = {"time_dim_concat": time_dim_concat, "context_latents": context_latents}
+        refused += [name for name, latents in joined.items() if latents is not None]
         if refused:
             raise ConfigError(
                 f"the MODEL of Wan Dist was given {', '.join(refused)}, which needs the transformer in ComfyUI's own "

@@ -308,7 +308,10 @@ def test_what_would_change_the_result_is_refused_by_name(server: ComfyServer, se
                 *("timestep_start", "timestep_end"),
             )
         },
-        **{key: more("positive", key, [1]) for key in ("default", "model_conds", "denoise_mask")},
+        **{
+            key: more("positive", key, [1])
+            for key in ("default", "model_conds", "denoise_mask", "context_latents")
+        },
     }
     for key, changed in cases.items():
         used = {**graph, "changed": changed}
