@@ -27,7 +27,8 @@ def print_answers() -> None:
     from comfy_wan_dist.mesh.shape import WanShape
 
     class Run:
-        def __call__(self, x: Any, _timesteps: Any, _text: Any) -> Any:
+        def __call__(self, x: Any, timesteps: Any, text: Any) -> Any:
+            assert timesteps.shape[0] == text.shape[0] == x.shape[0]
             return torch.zeros_like(x)
 
         def close(self) -> None:
