@@ -105,7 +105,6 @@ def missing_of_a_model() -> Iterator[str]:
 
     from comfy_wan_dist.comfyui.patches import CarriedPatches
     from comfy_wan_dist.comfyui.remote_model import build_model
-    from comfy_wan_dist.ipc.errors import ConfigError
     from comfy_wan_dist.mesh.shape import WanShape
 
     shape = WanShape(dim=128, ffn_dim=128, num_layers=1, in_dim=48, out_dim=48)
@@ -137,13 +136,6 @@ def missing_of_a_model() -> Iterator[str]:
     clone.pre_run()
     x, text = torch.zeros(2, 48, 3, 4, 4), torch.zeros(2, 7, 4096)
     clone.model.apply_model(x, torch.tensor([0.5, 0.5]), c_crossattn=text, transformer_options={})
-    try:
-        # As ComfyUI calls it from 0.28 on, if a conditioning has some.
-        clone.model.diffusion_model(x, torch.ones(2), text, context_latents=[x])
-        yield "a refusal of context_latents"
-    except ConfigError as error:
-        if "was given context_latents, which" not in str(error):
-            raise
     clone.cleanup()
     if calls != [((2, 48, 3, 4, 4), (2,), (2, 7, 4096))]:
         yield f"a model that calls its transformer once with the latent, timesteps and text; it came {calls}"

@@ -484,6 +484,7 @@ GRAPHS: Mapping[str, Case] = {
             "start_percent": 0.5,
             "end_percent": 0.5,
             "strength": 0.0,
+            "context_latents": [torch.zeros(1, 16, 1, 4, 4)],
         }.items()
     },
     "image without I2V": Case(
