@@ -5,15 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ipc.errors import ModelFileError
+from ..mesh.dtypes import BY_CODE, FLOATS
+from .encoding import read_bytes
+from .header import read_model_file
+from .names import shown
 
 TEXT_DIM = 4096
 VERSION_KEY = "wan_dist_conditioning"
 VERSION = "1"
+REMEDY = "save it again with Wan Dist Save Conditioning"
 
 
 def save(path: Path, embedding: Tensor) -> None:
@@ -28,23 +33,28 @@ def save(path: Path, embedding: Tensor) -> None:
 
 
 def load(path: Path) -> Tensor:
-    """Read what `save` wrote; [1, S, 4096] float32. Raises ModelFileError for any other file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            version = (file.metadata() or {}).get(VERSION_KEY)
-            if version != VERSION:
-                raise ModelFileError(
-                    f"{path.name} is no conditioning file of version {VERSION} (its version: {version}); "
-                    "choose a file that Wan Dist Save Conditioning wrote"
-                )
-            embedding: Tensor = file.get_tensor("cond")
-    except (SafetensorError, OSError) as error:
+    """Read what `save` wrote; [1, S, 4096] float32. Raises ModelFileError for any other file.
+
+    It is read and not mapped: ComfyUI keeps it, and would end with a file that is cut off meanwhile.
+    """
+    file = read_model_file(str(path))
+    version = file.metadata.get(VERSION_KEY)
+    if version != VERSION:
         raise ModelFileError(
-            f"{path.name} cannot be read as a conditioning file: {error}"
-        ) from error
-    if embedding.dim() != 3 or embedding.shape[0] != 1 or embedding.shape[-1] != TEXT_DIM:
-        raise ModelFileError(
-            f"{path.name} holds an embedding of shape {list(embedding.shape)}; it must be [1, tokens, {TEXT_DIM}]: "
-            "save it again with Wan Dist Save Conditioning"
+            f"{path.name} is no conditioning file of version {VERSION} (its version: {shown(version)}); "
+            "choose a file that Wan Dist Save Conditioning wrote"
         )
-    return embedding.float()
+    entry = file.entries.get("cond")
+    if entry is None or entry.dtype not in FLOATS:
+        found = "no tensor cond" if entry is None else f"cond as {entry.dtype}"
+        raise ModelFileError(
+            f"{path.name} has {found}, and needs one of {', '.join(FLOATS)}; {REMEDY}"
+        )
+    is_embedding = len(entry.shape) == 3 and entry.shape[0] == 1 and entry.shape[-1] == TEXT_DIM
+    if not is_embedding or entry.size == 0:
+        raise ModelFileError(
+            f"{path.name} holds an embedding of shape {list(entry.shape)}; it must be [1, tokens, {TEXT_DIM}]: {REMEDY}"
+        )
+    dtype = getattr(torch, BY_CODE[entry.dtype].name)
+    values = torch.frombuffer(bytearray(read_bytes(entry)), dtype=dtype)
+    return values.view(entry.shape).float()

@@ -190,8 +190,8 @@ def _formats_beside(entries: Mapping[str, TensorEntry], label: str) -> dict[str,
         try:
             if entry.dtype != "U8" or entry.size > MAX_FORMAT_BYTES:
                 raise ValueError("no short text")
-            formats[layer] = _format_name(json.loads(_read(entry)))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            formats[layer] = _format_name(json.loads(read_bytes(entry)))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ModelFileError(
                 f"{label}: {shown(name)} is not the JSON of a format; the file is damaged: download it again"
             ) from error
@@ -205,9 +205,17 @@ def _format_name(conf: Any) -> str:
     return FORMATS_OF_MODELOPT.get(name, name)
 
 
-def _read(entry: TensorEntry) -> bytes:
-    with open(entry.path, "rb") as file:
-        return os.pread(file.fileno(), entry.size, entry.start)
+def read_bytes(entry: TensorEntry) -> bytes:
+    """The bytes of a small tensor. Raises ModelFileError."""
+    name = os.path.basename(entry.path)
+    try:
+        with open(entry.path, "rb") as file:
+            raw = os.pread(file.fileno(), entry.size, entry.start)
+    except OSError as error:
+        raise ModelFileError(f"{name} cannot be read: {error.strerror or error}") from error
+    if len(raw) < entry.size:
+        raise ModelFileError(f"{name} became shorter while it was read; load it again")
+    return raw
 
 
 def _guess_format(layer: str, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> str | None:

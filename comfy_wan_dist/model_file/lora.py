@@ -8,7 +8,6 @@ is not known or has another size than in this model is listed.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ..ipc.errors import ModelFileError
 from ..mesh.dtypes import BY_CODE, COMPLEX, FP8, PACKINGS, WIDE_FLOATS
 from ..mesh.parameters import expected_parameters
 from ..mesh.shape import WanShape
-from .encoding import TensorEntry
+from .encoding import TensorEntry, read_bytes
 from .header import ModelFile
 from .lora_names import Role, block_of, read_key
 from .lora_patch import PARTS, Factor, Kind, Patch, build_patch, extent
@@ -235,19 +234,8 @@ def changed_shape(shape: WanShape, names: Collection[str]) -> WanShape:
 
 def read_scalar(entry: TensorEntry) -> float:
     """The value of a tensor with one element, which is not complex. Raises ModelFileError."""
-    try:
-        with open(entry.path, "rb") as file:
-            raw = os.pread(file.fileno(), entry.size, entry.start)
-    except OSError as error:
-        raise ModelFileError(
-            f"{Path(entry.path).name} cannot be read: {error.strerror or error}"
-        ) from error
-    if len(raw) < entry.size:
-        raise ModelFileError(
-            f"{Path(entry.path).name} became shorter while it was read; load it again"
-        )
     dtype = getattr(torch, BY_CODE[entry.dtype].name)
-    return float(torch.frombuffer(bytearray(raw), dtype=dtype).item())
+    return float(torch.frombuffer(bytearray(read_bytes(entry)), dtype=dtype).item())
 
 
 def _is_beyond(parameter: str, expected: Mapping[str, tuple[int, ...]]) -> bool:

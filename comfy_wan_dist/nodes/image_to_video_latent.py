@@ -8,7 +8,7 @@ from torch import Tensor
 from ..ipc.errors import ConfigError
 from ..jobs.handle import ModelHandle
 from ..jobs.vae import start_latent
-from ..mesh.vae_shape import FRAME_STRIDE
+from ..mesh.vae_shape import FRAME_STRIDE, VAE_STRIDE
 from .inputs import CATEGORY, MAX_SIZE, PIXELS, WanDistModel, size_inputs, validate_types
 from .vae_inputs import VAENode, memory_input, parse_memory, vae_dtype_input, vae_name_input
 
@@ -27,7 +27,10 @@ class ImageToVideoLatent(VAENode):
                     "model", tooltip="From Wan Dist Load Model: names the group that encodes."
                 ),
                 vae_name_input(),
-                *size_inputs(f"Pixels, a multiple of {PIXELS}."),
+                *size_inputs(
+                    f"Pixels, best multiples of {PIXELS}; of others whole multiples of {VAE_STRIDE} are taken, as by "
+                    "the stock node."
+                ),
                 io.Int.Input(
                     "length",
                     default=49,
