@@ -299,7 +299,7 @@ WITHOUT_STOCK: dict[str, tuple[str, ...]] = {
     ),
     "a file that changes, or a disk that fails, while it is read": (
         "comfy_wan_dist/model_file/header.py::content_of",
-        "comfy_wan_dist/model_file/lora.py::read_scalar",
+        "comfy_wan_dist/model_file/encoding.py::read_bytes",
         "workers/checkpoint/files.py::GivenFiles",
         "workers/checkpoint/reader.py",
     ),
