@@ -138,7 +138,7 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = (

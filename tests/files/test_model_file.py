@@ -427,6 +427,18 @@ def test_path_of_a_model_leads_to_all_its_files_whatever_they_are_called(
     assert read_model_file(model.path) == model
 
 
+def test_index_is_read_in_any_unicode_and_whatever_the_locale(tmp_path: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=1)
+    save_file(weights, tmp_path / "wän 模型.safetensors")
+    index = json.dumps(
+        {"weight_map": dict.fromkeys(weights, "wän 模型.safetensors")}, ensure_ascii=False
+    )
+    path = tmp_path / "x.safetensors.index.json"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_text(index, encoding=encoding)
+        assert read_model_file(str(path)).entries.keys() == weights.keys()
+
+
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     first, second, _ = write_model_shards(tmp_path)
     second.unlink()
