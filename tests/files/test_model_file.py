@@ -35,6 +35,7 @@ from comfy_wan_dist.model_file.header import (
 from comfy_wan_dist.model_file.names import PREFIXES
 from comfy_wan_dist.model_file.wan import SUPPORTED, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
+from devtools.quantised import write_gguf
 from devtools.references import build_diffusers_transformer
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -425,6 +426,18 @@ def test_path_of_a_model_leads_to_all_its_files_whatever_they_are_called(
     model = read_model_file(str(tmp_path))
     assert model.entries.keys() == weights.keys()
     assert read_model_file(model.path) == model
+
+
+def test_names_in_capitals_are_those_of_model_files(tmp_path: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=1)
+    save_file(weights, tmp_path / "A.SAFETENSORS")
+    write_gguf(tmp_path / "A.GGUF", weights, ("F16",))
+    for name in ("A.SAFETENSORS", "A.GGUF"):
+        assert read_model_file(str(tmp_path / name)).entries.keys() == weights.keys()
+    (tmp_path / "A.PT").touch()
+    assert "never loaded" in refusal(lambda: read_model_file(str(tmp_path / "A.PT")))
+    (tmp_path / "A.GGUF").unlink()
+    assert read_model_file(str(tmp_path)).path == str(tmp_path / "A.SAFETENSORS")
 
 
 def test_index_is_read_in_any_unicode_and_whatever_the_locale(tmp_path: Path) -> None:
