@@ -10,7 +10,7 @@ import folder_paths
 
 from ..group.spec import LOG_FOLDER
 from ..ipc.errors import ConfigError, ModelFileError
-from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES, is_later_part
+from ..model_file.files import GGUF_SUFFIX, NO_PICKLES, SUFFIXES, has_suffix, is_later_part
 from ..model_file.offered import folder_named, listed_names
 from ..model_file.walk import walk_models
 
@@ -25,7 +25,7 @@ def list_models(folder: str) -> list[str]:
     if folder == "diffusion_models":
         files += gguf_files(folder)
     return listed_names(
-        [name for name in dict.fromkeys(files) if name.endswith((*SUFFIXES, GGUF_SUFFIX))],
+        [name for name in dict.fromkeys(files) if has_suffix(name, (*SUFFIXES, GGUF_SUFFIX))],
         folder_paths.get_folder_paths(folder),
         pipeline_roots(folder),
         component=COMPONENTS[folder],
@@ -40,7 +40,7 @@ def pipeline_roots(folder: str) -> list[str]:
 
 def list_loras() -> list[str]:
     """Names of the files in the folders of LoRAs."""
-    return [name for name in _listed_files("loras") if name.endswith(SUFFIXES)]
+    return [name for name in _listed_files("loras") if has_suffix(name, SUFFIXES)]
 
 
 def _listed_files(folder: str) -> list[str]:
@@ -54,7 +54,7 @@ def _listed_files(folder: str) -> list[str]:
 
 def lora_path(name: str) -> str:
     """Full path of a LoRA. Raises ConfigError when it is gone, ModelFileError for what is never opened."""
-    if not name.endswith(SUFFIXES):
+    if not has_suffix(name, SUFFIXES):
         raise ModelFileError(f"{name!r} is not a .safetensors file; {NO_PICKLES}")
     return _existing(folder_paths.get_full_path("loras", name), "loras", name)
 
@@ -69,7 +69,7 @@ def gguf_files(folder: str) -> list[str]:
 def _names_below(root: str, suffix: str, *, follow_links: bool) -> Iterator[str]:
     for folder, _, files in walk_models(root, follow_links=follow_links):
         for name in files:
-            if name.endswith(suffix):
+            if has_suffix(name, suffix):
                 yield os.path.relpath(os.path.join(folder, name), root)
 
 

@@ -45,16 +45,21 @@ def files_of(path: Path, *, component: str) -> tuple[Path, list[Path]]:
         leads_to = index_of(shards[0])
         is_alone = leads_to is None and len(shards) == 1
         return shards[0] if is_alone or leads_to == path else path, shards
-    if path.suffix == GGUF_SUFFIX:
+    if has_suffix(path.name, GGUF_SUFFIX):
         parts = _parts_of(path)
         return parts[0], parts
     if MEMORY_FILE.fullmatch(str(path)):
         return path, [path]
-    if path.suffix not in SUFFIXES:
+    if not has_suffix(path.name, SUFFIXES):
         raise ModelFileError(f"{path.name} is not a .safetensors or .gguf file; {NO_PICKLES}")
     index = index_of(path)
     shards = [path] if index is None else _shards_of(index, shard=path)
     return shards[0], shards
+
+
+def has_suffix(name: str, suffixes: str | tuple[str, ...]) -> bool:
+    """Whether a file is of a kind by its name, in capitals or not, as ComfyUI asks."""
+    return name.lower().endswith(suffixes)
 
 
 def is_folder(path: Path) -> bool:
@@ -113,7 +118,7 @@ def _model_in(folder: Path, component: str) -> Path:
         raise ModelFileError(f"{folder.name} cannot be read: {error.strerror or error}") from error
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     variants = [name for name in names if VARIANT_INDEX.fullmatch(name)]
-    whole = [name for name in names if name.endswith(SUFFIXES)]
+    whole = [name for name in names if has_suffix(name, SUFFIXES)]
     if indices:
         found = indices
     elif COMPONENT_FILE in whole:
@@ -128,7 +133,7 @@ def _model_in(folder: Path, component: str) -> Path:
         return folder / found[0]
     if found:
         raise ModelFileError(f"{folder.name} holds {listed(found)}; choose one of them")
-    if pickled := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+    if pickled := [name for name in names if has_suffix(name, PICKLE_SUFFIXES)]:
         raise ModelFileError(f"{folder.name} holds only {listed(pickled)}; {NO_PICKLES}")
     raise ModelFileError(f"{folder.name} holds no .safetensors file; choose another folder")
 
@@ -138,7 +143,7 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
     try:
         if index.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has more than {MAX_INDEX_BYTES} bytes")
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_bytes())["weight_map"]
         names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = (
@@ -149,7 +154,7 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
         raise ModelFileError(
             f"{what} cannot be read ({error}); put all shards and the index in one folder"
         ) from error
-    if pickled := [name for name in names if str(name).endswith(PICKLE_SUFFIXES)]:
+    if pickled := [name for name in names if has_suffix(str(name), PICKLE_SUFFIXES)]:
         raise ModelFileError(f"{index.name} names {shown(pickled[0])}; {NO_PICKLES}")
     if not names or not all(_is_plain(name) for name in names):
         raise ModelFileError(
@@ -172,4 +177,4 @@ def _shards_of(index: Path, *, shard: Path | None = None) -> list[Path]:
 
 def _is_plain(name: object) -> bool:
     """Whether it is a model file's name and leads nowhere."""
-    return isinstance(name, str) and Path(name).name == name and name.endswith(SUFFIXES)
+    return isinstance(name, str) and Path(name).name == name and has_suffix(name, SUFFIXES)

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from ..ipc.errors import ModelFileError
 from ..mesh.dtypes import BY_CODE
 from .encoding import TensorEntry
-from .files import GGUF_SUFFIX, files_of
+from .files import GGUF_SUFFIX, files_of, has_suffix
 from .gguf import MAX_TENSORS, MAX_TEXT_BYTES, read_gguf_header
 from .names import shown
 
@@ -63,7 +63,7 @@ def read_model_file(path: str, *, component: str = "transformer") -> ModelFile:
         try:
             with file.open("rb") as opened:
                 status = os.fstat(opened.fileno())
-                if file.suffix == GGUF_SUFFIX:
+                if has_suffix(file.name, GGUF_SUFFIX):
                     header = read_gguf_header(
                         opened, file, status.st_size, parts=len(files), before=gguf_keys
                     )

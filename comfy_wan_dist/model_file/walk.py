@@ -9,7 +9,7 @@ import stat
 from collections import deque
 from collections.abc import Iterator
 
-from .files import GGUF_SUFFIX, PIPELINE_NAME, SUFFIXES
+from .files import GGUF_SUFFIX, PIPELINE_NAME, SUFFIXES, has_suffix
 
 MOST_FOLDERS = 2**17
 KEPT = (*SUFFIXES, GGUF_SUFFIX, PIPELINE_NAME)
@@ -57,7 +57,7 @@ class _Folder:
                     self.links.append(entry.name)
                 elif entry.is_dir():
                     self.folders.append(entry.name)
-                elif entry.name.endswith(KEPT):
+                elif has_suffix(entry.name, KEPT):
                     self.files.append(entry.name)
 
 
@@ -76,5 +76,5 @@ def _contents(path: str, status: os.stat_result) -> tuple[list[str], tuple[str, 
         folder.version = version
     leads = {name: os.path.isdir(os.path.join(path, name)) for name in folder.links}
     folders = {*folder.folders, *(name for name, is_folder in leads.items() if is_folder)}
-    files = [name for name, is_folder in leads.items() if not is_folder and name.endswith(KEPT)]
+    files = [name for name, is_folder in leads.items() if not is_folder and has_suffix(name, KEPT)]
     return sorted(folders - {".git"}), (*folder.files, *files)

@@ -35,6 +35,7 @@ from comfy_wan_dist.model_file.header import (
 from comfy_wan_dist.model_file.names import PREFIXES
 from comfy_wan_dist.model_file.wan import SUPPORTED, read_wan_file
 from devtools.checkpoints import TINY_VAE, transformer_weights, vae_weights, write_shards
+from devtools.quantised import write_gguf
 from devtools.references import build_diffusers_transformer
 
 SHAPE = WanShape(dim=128, ffn_dim=64, num_layers=2, in_dim=48, out_dim=48, text_dim=16, freq_dim=8)
@@ -427,6 +428,30 @@ def test_path_of_a_model_leads_to_all_its_files_whatever_they_are_called(
     assert read_model_file(model.path) == model
 
 
+def test_names_in_capitals_are_those_of_model_files(tmp_path: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=1)
+    save_file(weights, tmp_path / "A.SAFETENSORS")
+    write_gguf(tmp_path / "A.GGUF", weights, ("F16",))
+    for name in ("A.SAFETENSORS", "A.GGUF"):
+        assert read_model_file(str(tmp_path / name)).entries.keys() == weights.keys()
+    (tmp_path / "A.PT").touch()
+    assert "never loaded" in refusal(lambda: read_model_file(str(tmp_path / "A.PT")))
+    (tmp_path / "A.GGUF").unlink()
+    assert read_model_file(str(tmp_path)).path == str(tmp_path / "A.SAFETENSORS")
+
+
+def test_index_is_read_in_any_unicode_and_whatever_the_locale(tmp_path: Path) -> None:
+    weights = transformer_weights(SHAPE, seed=1)
+    save_file(weights, tmp_path / "wän 模型.safetensors")
+    index = json.dumps(
+        {"weight_map": dict.fromkeys(weights, "wän 模型.safetensors")}, ensure_ascii=False
+    )
+    path = tmp_path / "x.safetensors.index.json"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_text(index, encoding=encoding)
+        assert read_model_file(str(path)).entries.keys() == weights.keys()
+
+
 def test_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
     first, second, _ = write_model_shards(tmp_path)
     second.unlink()
@@ -784,7 +809,7 @@ def test_tensor_of_another_shape_is_refused(
     assert message in refusal(lambda: read_wan_file(model_file(wan_shapes() | {name: shape})))
 
 
-@pytest.mark.parametrize("dtype", ["U8", "I64"])
+@pytest.mark.parametrize("dtype", ["C64", "F8_E8M0", "U8", "I64"])
 def test_weights_of_another_type_are_refused(dtype: str) -> None:
     message = refusal(lambda: read_wan_file(model_file(wan_shapes(), dtype)))
     assert (

@@ -529,6 +529,10 @@ def write_stock_forms(folder: Path) -> None:
     for marker in MARKERS:
         write_odd_scaled_fp8(folder / f"scaled-odd-{marker}.safetensors", weights, marker=marker)
     write_fp8(folder / "plain-rest.safetensors", weights, both[0], only_matrices=True)
+    write_scaled_fp8(folder / "scaled-alone.safetensors", weights, ScaledForm.OLD)
+    alone = load_file(folder / "scaled-alone.safetensors")
+    del alone["scaled_fp8"]
+    save_file(alone, folder / "scaled-alone.safetensors")
     write_scaled_fp8(folder / "scaled-types.safetensors", weights, ScaledForm.OLD)
     stored = load_file(folder / "scaled-types.safetensors")
     scales = [name for name in stored if name.endswith("scale_weight")]
@@ -593,6 +597,10 @@ def write_comfyui_results(folder: Path) -> None:
         loaded = comfy.sd.load_diffusion_model(str(folder / "plain-rest.safetensors"))
     for name in REST:
         results[f"plain-rest/{name}"] = loaded.model.diffusion_model.get_parameter(name).float()
+    loaded = comfy.sd.load_diffusion_model(str(folder / "scaled-alone.safetensors"))
+    layer = loaded.model.diffusion_model.get_submodule(LAYER)
+    assert not hasattr(layer, "scale_weight")
+    results[f"scaled-alone/{LAYER}.weight"] = layer.weight.float()
     save_file(results, folder / "results.safetensors")
     runs = []
     for path in (folder / "odd").iterdir():
@@ -633,6 +641,10 @@ def test_fp8_matches_comfyui(comfyui_path: Path, tmp_path: Path, rank_pool: Rank
             assert rest.entries[name].entry.dtype == "BF16"
             assert rest.entries[name].rounded_to is None
             assert torch.equal(results[f"plain-rest/{name}"], value.to(torch.float8_e4m3fn).float())
+    alone = tmp_path / "scaled-alone.safetensors"
+    assert recognise(alone).entries[f"{LAYER}.weight"].scale is not None
+    raw = load_file(alone)[f"{LAYER}.weight"].float()
+    assert torch.equal(results[f"scaled-alone/{LAYER}.weight"], raw)
     runs = set(json.loads((tmp_path / "runs.json").read_text()))
     assert runs < ODD.keys()
     differences = (REPO / "docs" / "differences.md").read_text()

@@ -318,6 +318,18 @@ def wan21_vae(graph: Graph) -> None:
     )
 
 
+def tiny_vae(graph: Graph) -> None:
+    """A distilled one, as ComfyUI has it."""
+    import comfy.taesd.taehv
+
+    network = comfy.taesd.taehv.TAEHV(latent_channels=48, latent_format=None)
+    graph.use_vae(change=lambda tensors: tensors.clear())
+    assert graph.vae is not None
+    save_file(
+        {name: torch.zeros(each.shape) for name, each in network.state_dict().items()}, graph.vae
+    )
+
+
 def cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
     return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
 
@@ -451,6 +463,7 @@ FILES: Mapping[str, Case] = {
         change=vae(change=without("decoder.middle.0.residual.2.bias")), row=OTHER_VAE
     ),
     "Wan2.1 VAE": Case(change=wan21_vae, row="a Wan2.1 VAE"),
+    "tiny VAE": Case(change=tiny_vae, row="a distilled VAE"),
     "VAE of two names": Case(change=vae(change=vae_of_two_names)),
     "VAE of 16 channels": Case(change=vae(replace(TINY_VAE, z_dim=16))),
     "VAE of other factors": Case(

@@ -41,17 +41,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     touch_pipeline(base / "diffusers" / "Wan")
     touch(base / "diffusion_models" / "shards", *SHARDS, INDEX)
     touch(base / "diffusion_models", "a.safetensors", "a.ckpt", "b.pt", "c.bin", "d.pth", "e.sft")
+    touch(base / "diffusion_models", "A.SAFETENSORS", "B.PT", "F.Gguf")
     touch(base / "diffusion_models", "f.gguf", *(f"g-0000{n}-of-00002.gguf" for n in (1, 2)))
     touch(base / "vae", "a.safetensors", "a.pt", f"part/{WHOLE}", "f.gguf")
-    touch(base / "loras", "a.safetensors", "b.pt", "c.ckpt", "d.sft", "e.bin")
+    touch(base / "loras", "A.SafeTensors", "a.safetensors", "b.pt", "c.ckpt", "d.sft", "e.bin")
     return base
 
 
 def test_lists_offer_what_would_not_be_refused_for_its_kind(base: Path, comfyui_path: Path) -> None:
     lists, paths = json.loads(run_beside_comfyui(__file__, base, comfyui_path))
     assert {name: sorted(names) for name, names in lists.items()} == {
-        "loras": ["a.safetensors", "d.sft"],
+        "loras": ["A.SafeTensors", "a.safetensors", "d.sft"],
         "diffusion_models": [
+            "A.SAFETENSORS",
+            "F.Gguf",
             "Wan [diffusers]",
             "a.safetensors",
             "e.sft",
