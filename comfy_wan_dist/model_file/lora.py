@@ -311,7 +311,10 @@ def _misfit(patch: Patch, want: tuple[int, ...]) -> str:
         return f"by {list(got)}, but this model has it in {list(needed)}"
     if patch.dora is not None:
         lengths = patch.factors[Role.DORA].entry.shape
-        ones = (1,) * (len(want) - 2)
-        if lengths not in ((want[0], 1, *ones), (1, *want[1:2], *ones)):
+        # ComfyUI has as many dims as the parameter, unless one number is for all of it.
+        rows = (want[0], *(1 for _ in want[1:]))
+        columns = (1, *want[1:2], *(1 for _ in want[2:]))
+        is_one = want[0] == prod(lengths) == 1 and len(lengths) <= len(want)
+        if got != needed or (lengths not in (rows, columns) and not is_one):
             return f"by DoRA to lengths {list(lengths)}, but this model has it in {list(want)}"
     return ""

@@ -188,12 +188,9 @@ def _dora_axis(dora: Factor, patch: Patch, label: str) -> DoraAxis:
     if len(dora.entry.shape) >= 2:
         if (dora.rows, dora.columns) == (rows, 1):
             return DoraAxis.ROWS
-        # Of a convolution one number stands for the columns of an input channel.
-        if (
-            dora.rows == 1
-            and dora.columns == dora.entry.shape[1]
-            and _divides(dora.columns, columns)
-        ):
+        # Of a convolution one number stands for the columns of an input channel, but none for all of them.
+        is_row = dora.rows == 1 and dora.columns == dora.entry.shape[1]
+        if is_row and (dora.columns == columns or _is_part(dora.columns, columns)):
             return DoraAxis.COLUMNS
     raise ModelFileError(
         f"{label}: {shown(dora.name)} has shape {list(dora.entry.shape)}; for a change of {rows} x {columns} it must "
@@ -201,8 +198,8 @@ def _dora_axis(dora: Factor, patch: Patch, label: str) -> DoraAxis:
     )
 
 
-def _divides(part: int, whole: int) -> bool:
-    return part > 0 and whole % part == 0
+def _is_part(part: int, whole: int) -> bool:
+    return part > 1 and whole % part == 0
 
 
 def extent(patch: Patch) -> tuple[int, int]:

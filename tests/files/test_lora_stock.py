@@ -176,6 +176,8 @@ CASES: dict[str, Callable[[], Tensors]] = {
     "DoRA to too few lengths": beside_plain(
         "blocks.0.ffn.0.weight", pair(64, 128) | lengths(1, 64)
     ),
+    "DoRA of a bias": beside_plain("blocks.0.self_attn.q.bias", pair(128, 1) | lengths(128, 1)),
+    "DoRA of a modulation": beside_plain("blocks.0.modulation", pair(1, 768) | lengths(1, 1)),
     "beside what nothing is known of": lambda: {
         **plain(),
         f"{Q}.on_input": torch.tensor(True),

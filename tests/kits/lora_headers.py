@@ -107,6 +107,10 @@ REFUSED: dict[str, tuple[dict[str, TensorEntry], str]] = {
         pair(Q) | {f"{Q}.dora_scale": entry(128)},
         "has shape [128]; for a change of 128 x 128 it must be [128, 1] or [1, 128]",
     ),
+    "DoRA to one length": (
+        pair(Q) | {f"{Q}.dora_scale": entry(1, 1)},
+        "has shape [1, 1]; for a change of 128 x 128 it must be [128, 1] or [1, 128]",
+    ),
     "DoRA of columns": (
         pair("diffusion_model.patch_embedding", 128, 48 * 4)
         | {"diffusion_model.patch_embedding.dora_scale": entry(1, 192)},
@@ -120,6 +124,11 @@ REFUSED: dict[str, tuple[dict[str, TensorEntry], str]] = {
         pair("diffusion_model.blocks.0.modulation", 6, 128)
         | {"diffusion_model.blocks.0.modulation.dora_scale": entry(6, 1)},
         "by DoRA to lengths [6, 1], but this model has it in [1, 6, 128]",
+    ),
+    "DoRA to one length in another shape": (
+        pair("diffusion_model.blocks.0.modulation", 768, 1)
+        | {"diffusion_model.blocks.0.modulation.dora_scale": entry(1, 1)},
+        "by DoRA to lengths [1, 1], but this model has it in [1, 6, 128]",
     ),
     "value": (
         pair(Q) | {"diffusion_model.blocks.0.self_attn.k.set_weight": entry(128)},
