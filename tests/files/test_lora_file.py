@@ -215,7 +215,7 @@ def test_alpha_must_be_finite_where_it_counts(alpha: float) -> None:
     assert f"is {alpha}; it must be finite" in message
 
 
-@pytest.mark.parametrize("name", BY_NAME.keys() - {"complex64"})
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "complex64"])
 def test_scalar_is_what_torch_reads(name: str, tmp_path: Path) -> None:
     """Of types of one byte each value that there is."""
     dtype = getattr(torch, name)
