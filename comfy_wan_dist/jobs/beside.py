@@ -7,6 +7,7 @@ this loop goes on all the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
@@ -35,7 +36,7 @@ class LoopBeside:
         try:
             return await attended(done, attend)
         except BaseException:
-            loop.call_soon_threadsafe(task.cancel)
+            _cancel(task, loop)
             await outlast(done.done)
             raise
 
@@ -48,7 +49,7 @@ class LoopBeside:
             attend()
             return done.result()
         except BaseException:
-            loop.call_soon_threadsafe(task.cancel)
+            _cancel(task, loop)
             wait([done])
             raise
 
@@ -57,28 +58,27 @@ class LoopBeside:
         with self._lock:
             serving, self._serving = self._serving, None
         if serving is not None:
-            serving.loop.call_soon_threadsafe(serving.closing.set)
+            serving.loop.call_soon_threadsafe(serving.closing.set)  # behind what was begun before
             serving.thread.join()
 
     def _begin(
         self, work: Coroutine[Any, Any, T]
     ) -> tuple[asyncio.AbstractEventLoop, asyncio.Task[T], Future[T]]:
         """The loop, the task, and a future that is done when the task has ended, whichever way."""
-        with self._lock:
-            if self._serving is None:
-                self._serving = _serve()
-            loop = self._serving.loop
         begun: Future[asyncio.Task[T]] = Future()
         done: Future[T] = Future()
 
-        def begin() -> None:
+        def begin(loop: asyncio.AbstractEventLoop) -> None:
             task = loop.create_task(work)
             task.add_done_callback(lambda ended: _hand_over(ended, done))
             begun.set_result(task)
 
-        loop.call_soon_threadsafe(
-            begin
-        )  # in a copy of this thread's context: what asks ComfyUI asks for this node
+        with self._lock:  # to the end: once it closes, a loop takes nothing more
+            if self._serving is None:
+                self._serving = _serve()
+            loop = self._serving.loop
+            # In a copy of this thread's context: what asks ComfyUI asks for this node.
+            loop.call_soon_threadsafe(begin, loop)
         return loop, begun.result(), done
 
 
@@ -104,6 +104,11 @@ def _serve() -> _Serving:
     thread.start()
     loop, closing = started.result()
     return _Serving(loop=loop, closing=closing, thread=thread)
+
+
+def _cancel(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has closed, and the task ended with it
+        loop.call_soon_threadsafe(task.cancel)
 
 
 def _hand_over(ended: asyncio.Task[T], done: Future[T]) -> None:

@@ -132,3 +132,51 @@ def test_several_threads_may_wait_at_once(beside: LoopBeside) -> None:
     with ThreadPoolExecutor(max_workers=8) as threads:
         found = list(threads.map(lambda _: beside.blocking(work(0.05), nothing), range(16)))
     assert len(set(found)) == 1
+
+
+class ClosedBehind:
+    """A lock; when it is let go for the first time, another thread closes the loop before anything else is done."""
+
+    def __init__(self, beside: LoopBeside) -> None:
+        self._beside = beside
+        self._lock = threading.Lock()
+        self._is_first = True
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if self._is_first:
+            self._is_first = False
+            self._beside.close()
+
+
+def test_what_is_begun_while_another_thread_closes_it_ends(
+    beside: LoopBeside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended with the loop, and is not lost in one that has closed."""
+    monkeypatch.setattr(beside, "_lock", ClosedBehind(beside))
+    with pytest.raises(asyncio.CancelledError):
+        beside.blocking(work(60), nothing)
+    assert "wan-dist" in beside.blocking(work(), nothing)
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_whoever_waits_when_it_is_closed_hears_that_its_work_was_cancelled(
+    beside: LoopBeside, is_blocking: bool
+) -> None:
+    ended: list[str] = []
+
+    def close_once() -> None:
+        if not ended:
+            beside.close()
+
+    async def main() -> None:
+        if is_blocking:
+            beside.blocking(work(60, ended), close_once)
+        await beside.attended(work(60, ended), close_once)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+    assert ended
