@@ -15,16 +15,21 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..group.waiting import POLL_S, attended, outlast
+from ..ipc.errors import JobCancelled
 
 T = TypeVar("T")
 
 
 class LoopBeside:
-    """An event loop in a thread of its own, from the first use until it is closed. Any thread may use it."""
+    """An event loop in a thread of its own, from the first use until it is closed. Any thread may use it.
+
+    What is under way then, or begun later, raises JobCancelled.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serving: _Serving | None = None
+        self._is_closed = False
 
     async def attended(self, work: Coroutine[Any, Any, T], attend: Callable[[], None]) -> T:
         """What `work`, done in the loop, returns or raises; this thread's own loop is free meanwhile.
@@ -54,9 +59,9 @@ class LoopBeside:
             raise
 
     def close(self) -> None:
-        """End the thread, and what is still under way in it. What is begun after that has another."""
+        """End the thread, and what is still under way in it."""
         with self._lock:
-            serving, self._serving = self._serving, None
+            serving, self._serving, self._is_closed = self._serving, None, True
         if serving is not None:
             serving.loop.call_soon_threadsafe(serving.closing.set)  # behind what was begun before
             serving.thread.join()
@@ -74,6 +79,9 @@ class LoopBeside:
             begun.set_result(task)
 
         with self._lock:  # to the end: once it closes, a loop takes nothing more
+            if self._is_closed:
+                work.close()
+                raise _ended()
             if self._serving is None:
                 self._serving = _serve()
             loop = self._serving.loop
@@ -106,14 +114,19 @@ def _serve() -> _Serving:
     return _Serving(loop=loop, closing=closing, thread=thread)
 
 
+def _ended() -> JobCancelled:
+    """Not a CancelledError, which is no Exception: it would end the thread of ComfyUI's prompts."""
+    return JobCancelled("the job was stopped, as the sampler or node that asked for it has ended")
+
+
 def _cancel(task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has closed, and the task ended with it
         loop.call_soon_threadsafe(task.cancel)
 
 
 def _hand_over(ended: asyncio.Task[T], done: Future[T]) -> None:
-    if ended.cancelled():
-        done.set_exception(asyncio.CancelledError())
+    if ended.cancelled():  # nobody waits any more, or the loop was closed
+        done.set_exception(_ended())
     elif (error := ended.exception()) is not None:
         done.set_exception(error)
     else:

@@ -88,7 +88,7 @@ class SamplerRun:
         return self._predict(x, timesteps.reshape(x.shape[0], -1), sent)
 
     def close(self) -> None:
-        """Nothing is asked for any more, or only after another beginning."""
+        """Nothing is asked for any more."""
         self._loop.close()
         meshes = " and ".join(f"{count} on mesh {mesh}" for mesh, count in self._meshes.items())
         logger.info(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from comfy_wan_dist.ipc.errors import JobCancelled
 from comfy_wan_dist.jobs.beside import LoopBeside
 
 NODE = contextvars.ContextVar("NODE", default="none")
@@ -157,15 +158,15 @@ def test_what_is_begun_while_another_thread_closes_it_ends(
 ) -> None:
     """It is ended with the loop, and is not lost in one that has closed."""
     monkeypatch.setattr(beside, "_lock", ClosedBehind(beside))
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(JobCancelled, match="has ended"):
         beside.blocking(work(60), nothing)
-    assert "wan-dist" in beside.blocking(work(), nothing)
 
 
 @pytest.mark.parametrize("is_blocking", [False, True])
-def test_whoever_waits_when_it_is_closed_hears_that_its_work_was_cancelled(
+def test_whoever_waits_when_it_is_closed_is_told_so_by_an_error_that_comfyui_catches(
     beside: LoopBeside, is_blocking: bool
 ) -> None:
+    """A CancelledError is no Exception, and would end the thread of ComfyUI's prompts."""
     ended: list[str] = []
 
     def close_once() -> None:
@@ -177,6 +178,17 @@ def test_whoever_waits_when_it_is_closed_hears_that_its_work_was_cancelled(
             beside.blocking(work(60, ended), close_once)
         await beside.attended(work(60, ended), close_once)
 
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(JobCancelled, match="has ended"):
         asyncio.run(main())
     assert ended
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_nothing_is_begun_in_a_closed_one(beside: LoopBeside, is_used: bool) -> None:
+    """As by a thread that outlives its sampler: the loop that it began would never be closed."""
+    if is_used:
+        beside.blocking(work(), nothing)
+    beside.close()
+    with pytest.raises(JobCancelled, match="has ended"):
+        beside.blocking(work(), nothing)
+    assert not [each for each in threading.enumerate() if each.name == "wan-dist-beside"]
