@@ -33,7 +33,8 @@ NOT_TAKEN = ("context_latents",)
 class Predict(Protocol):
     """Predicts for a run of a sampler.
 
-    x [B, in_dim, T, h, w], timesteps [B] or [B, T], text [B, S, text_dim] -> velocity [B, C, T, h, w]; all float32.
+    x [B, in_dim, T, h, w], timesteps [B] or [B, T], text [B, S, text_dim] -> velocity [B, C, T, h, w]; all float32. In
+    timesteps 1 may stand for all of B.
     """
 
     def __call__(self, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor: ...

@@ -82,10 +82,12 @@ class SamplerRun:
     def __call__(self, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
         """The velocity [B, C, T, h, w] on the CPU of x [B, C + D, T, h, w] with D channels of conditions.
 
-        timesteps [B] or [B, T]; text [B, S, text_dim]; all float32. Raises what the ranks raise.
+        timesteps [B] or [B, T], or one for all of B; text [B, S, text_dim]; all float32. Raises what the ranks raise.
         """
-        sent = self._texts.find(text)
-        return self._predict(x, timesteps.reshape(x.shape[0], -1), sent)
+        batch = x.shape[0]
+        if timesteps.shape[0] == 1:
+            timesteps = timesteps.expand(batch, *timesteps.shape[1:])
+        return self._predict(x, timesteps.reshape(batch, -1), self._texts.find(text))
 
     def close(self) -> None:
         """Nothing is asked for any more."""

@@ -242,6 +242,26 @@ class CountCalls:
         return (model,)
 
 
+class OneTimestep:
+    """A MODEL whose transformer is handed one timestep for all samples of a call."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {"required": {"model": ("MODEL",)}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "give"
+    CATEGORY = "test"
+
+    def give(self, model: Any) -> tuple[Any]:
+        def call(forward: Any, x: Tensor, timestep: Tensor, *others: Any, **named: Any) -> Any:
+            return forward(x, timestep[:1], *others, **named)
+
+        model = model.clone()
+        model.add_wrapper_with_key("diffusion_model", "one timestep", call)
+        return (model,)
+
+
 class RandomVAE:
     """A small VAE of ComfyUI's own with 16 latent channels and seeded weights: stock nodes encode images with it."""
 
@@ -275,5 +295,6 @@ NODE_CLASS_MAPPINGS = {
     "MoreConditioning": MoreConditioning,
     "LateScheduler": LateScheduler,
     "CountCalls": CountCalls,
+    "OneTimestep": OneTimestep,
     "RandomVAE": RandomVAE,
 }

@@ -202,6 +202,15 @@ def test_what_lives_outside_the_transformer_works_as_it_does(
     assert relative_error(changed, before) > 10 * LIMIT
 
 
+@pytest.mark.parametrize("mesh", ["cfg2-ulysses2", "dp2"])
+def test_one_timestep_is_that_of_all_samples(server: ComfyServer, mesh: str, seed: int) -> None:
+    """As wrappers of other packs may hand it to the transformer."""
+    graph = repeated(both_models(mesh=mesh, has_image=False), 3)
+    behind(graph, "OneTimestep")
+    add_both(graph, "run", seed=seed)
+    assert_equal(server, graph)
+
+
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 def test_caches_skip_the_steps_that_they_skip_on_the_native_model(
     server: ComfyServer, kind: str, seed: int
