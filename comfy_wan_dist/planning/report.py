@@ -40,6 +40,7 @@ def plan_text(plan: Plan) -> str:
     """The job, a table of meshes, the ones to take with the reasons, and what is guessed."""
     job, device = plan.job, plan.pool.weakest
     pixels = 2 * job.shape.vae_stride
+    padded = ", an odd side's padding included" if job.grid.is_padded else ""
     guided = "with guidance" if job.guided else "without guidance (cfg 1)"
     shown = shown_options(plan)
     rows = [
@@ -69,7 +70,7 @@ def plan_text(plan: Plan) -> str:
     ]
     return "\n".join(
         [
-            f"{pixels * job.grid.columns} x {pixels * job.grid.rows} pixels (width x height), "
+            f"{pixels * job.grid.columns} x {pixels * job.grid.rows} pixels (width x height{padded}), "
             f"{pixel_frames(job.grid.frames)} frames, "
             f"{job.grid.tokens} tokens ({job.grid.frames} x {job.grid.rows} x {job.grid.columns}), {job.steps} steps, "
             f"batch {job.batch}, {guided}, {job.dtype}, on {plan.pool}",

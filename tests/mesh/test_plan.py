@@ -396,6 +396,17 @@ def test_text_shows_named_meshes_and_says_what_is_guessed() -> None:
     assert "measured here" in plan_text(make_plan(job(), device()))
 
 
+def test_text_says_that_the_size_has_padding() -> None:
+    for height, words in (
+        (704, "1280 x 704 pixels (width x height), "),
+        (720, "1280 x 736 pixels"),
+    ):
+        grid = video_grid(TI2V_5B, height=height, width=1280, frames=81)
+        text = plan_text(make_plan(replace(job(), grid=grid), device()))
+        assert text.startswith(words)
+        assert ("padding included" in text) == (height == 720)
+
+
 @pytest.mark.parametrize(("gigabytes", "is_marked"), [(80, False), (12, True)])
 def test_legend_explains_the_mark_where_a_row_has_it(gigabytes: int, is_marked: bool) -> None:
     found = replace(DEVICES[0], memory=gigabytes * GB)
