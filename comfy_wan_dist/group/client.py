@@ -2,7 +2,7 @@
 
 One thread of the group alone touches the sockets, so that every rank gets all messages in the same order. Requests are
 done one at a time, in the order in which they were submitted. Callers wait in an event loop of their own, and
-`on_progress` and `check_interrupt` are called there: ComfyUI expects both in the thread that executes the node.
+`on_progress` is called there.
 
 Covered: results, errors by class, cancellation, death of ranks or launcher, the end of the group. Not covered: why a
 process died (last_words.py), starting another group (registry.py).
@@ -37,7 +37,7 @@ from .launch import RunningProcesses
 from .machines.door import MachineConnection
 from .process import ProcessHandle
 from .spec import LaunchSpec
-from .waiting import InterruptCheck, ProgressCallback, attended, ignore, outlast
+from .waiting import ProgressCallback, attended, outlast
 
 SEND_TIMEOUT_S = 30.0
 CANCEL_TIMEOUT_S = 60.0
@@ -107,14 +107,12 @@ class WorkerGroup:
         fds: Sequence[int] = (),
         *,
         on_progress: ProgressCallback = lambda progress: None,
-        check_interrupt: InterruptCheck = ignore,
     ) -> tuple[Done, ...]:
         """Have `request` done; return the ranks' answers in their order. Leaves the loop free.
 
         fds: the descriptors that the request's TensorRefs count; they stay the caller's.
-        on_progress, check_interrupt: called here, at least every 50 ms while waiting; what they
-        raise, and a cancellation of this coroutine, cancels the job on all ranks and is raised once
-        all of them have stopped.
+        on_progress: called here; what it raises, and a cancellation of this coroutine, cancels the
+        job on all ranks and is raised once all of them have stopped.
 
         Raises ConfigError for a request that cannot travel; a class of CONFIG_ERRORS, JobCancelled
         or RemoteError for what the ranks raised, after which the group lives on; WorkerDied,
@@ -125,7 +123,6 @@ class WorkerGroup:
         def attend() -> None:
             while job.progress:
                 on_progress(job.progress.popleft())
-            check_interrupt()
 
         try:
             return await attended(job.future, attend)

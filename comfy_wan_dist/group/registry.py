@@ -16,7 +16,7 @@ from ..ipc.errors import WorkerStopped
 from .client import WorkerGroup
 from .launch import StartingGroup, StartInterrupted
 from .spec import LaunchSpec
-from .waiting import POLL_S, InterruptCheck, attended, ignore, outlast
+from .waiting import POLL_S, attended, outlast
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +59,18 @@ class GroupRegistry:
         self._entries: list[_Entry] = []
 
     @contextlib.asynccontextmanager
-    async def lease(
-        self, spec: LaunchSpec, *, check_interrupt: InterruptCheck = ignore
-    ) -> AsyncIterator[WorkerGroup]:
+    async def lease(self, spec: LaunchSpec) -> AsyncIterator[WorkerGroup]:
         """The use of a ready group, for an `async with` block; finds it or starts it.
 
         Entering waits: for the start, and before it for groups on the same devices to become free
-        and end. It calls `check_interrupt` at least every 50 ms; if that raises, or the coroutine
-        is cancelled, a start that nobody else waits for is called off and leaves nothing behind.
+        and end. If the coroutine is cancelled, a start that nobody else waits for is called off and
+        leaves nothing behind.
         Inside the block, do not lease another group on the same devices: it waits for this one.
         Raises WorkerStartError, or WorkerStopped for a start that is called off by `stop_all`.
         """
         entry = self._join(spec)
         try:
-            yield await attended(entry.group, check_interrupt)
+            yield await attended(entry.group)
         except StartInterrupted:
             raise WorkerStopped(
                 "the worker group was stopped while it was starting; run the job again"

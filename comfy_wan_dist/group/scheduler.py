@@ -3,8 +3,8 @@
 A node's work comes as one or more pieces; queue.py says which plane does which. There is no thread here: each piece is
 driven by a task in its caller's event loop.
 
-Covered: retry after the loss of a plane or of a shared run, interrupt and cancellation. Not covered: the start and end
-of groups (registry.py), how a group runs a job (client.py), how requests are joined (shared_run.py).
+Covered: retry after the loss of a plane or of a shared run, and cancellation. Not covered: the start and end of groups
+(registry.py), how a group runs a job (client.py), how requests are joined (shared_run.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -33,9 +34,10 @@ from .queue import SETTLE_S, Piece, PlaneQueue, Ticket
 from .registry import GroupRegistry
 from .shared_run import Member, RunDisbanded, RunRefused, SharedRun
 from .spec import GroupKey, LaunchSpec
-from .waiting import InterruptCheck, attended, ignore
+from .waiting import ProgressCallback, attended
 
 PieceProgress = Callable[[int, Progress], None]
+"""Gets the number of the piece too."""
 LOSSES = (WorkerDied, WorkerTimeout, WorkerStartError)
 
 logger = logging.getLogger(__name__)
@@ -48,18 +50,6 @@ class Outcome:
     plane: LaunchSpec
     answers: tuple[Done, ...]
     requests: int = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """Whoever has pieces done, and what it does meanwhile in its own event loop.
-
-    on_progress: gets the number of the piece too. check_interrupt: called at least every 50 ms; what it raises cancels
-    all pieces of the caller.
-    """
-
-    on_progress: PieceProgress = lambda piece, progress: None
-    check_interrupt: InterruptCheck = ignore
 
 
 class Scheduler:
@@ -86,7 +76,7 @@ class Scheduler:
         pieces: Sequence[Piece],
         fds: Sequence[int] = (),
         *,
-        caller: Caller,
+        on_progress: PieceProgress = lambda piece, progress: None,
     ) -> tuple[Outcome, ...]:
         """Have all pieces done on any of `planes`; return their outcomes in the order of `pieces`.
 
@@ -95,15 +85,15 @@ class Scheduler:
         A piece whose plane dies, times out or does not start is done once more: on another plane, or, if there is
         none, on the same after its restart (not after a failed start). A piece that shared a run with others is done
         alone after such a loss, and after an error of the run, which may be another's; it is queued again if the one
-        that led the run is cancelled. Any other error, an interrupt, and a cancellation of this coroutine cancel the
-        other pieces of the call, and only them, and are raised.
+        that led the run is cancelled. Any other error, what on_progress raises, and a cancellation of this coroutine
+        cancel the other pieces of the call, and only them, and are raised.
 
         Raises what WorkerGroup.run and GroupRegistry.lease raise.
         """
         tickets = self._queue.tickets(planes, pieces, fds)
         self._queue.enter(tickets)
         tasks = [
-            asyncio.create_task(self._run_piece(ticket, index, caller))
+            asyncio.create_task(self._run_piece(ticket, partial(on_progress, index)))
             for index, ticket in enumerate(tickets)
         ]
         try:
@@ -130,12 +120,12 @@ class Scheduler:
 
     # ---- one piece --------------------------------------------------------------------------------
 
-    async def _run_piece(self, ticket: Ticket, index: int, caller: Caller) -> Outcome:
+    async def _run_piece(self, ticket: Ticket, on_progress: ProgressCallback) -> Outcome:
         was_lost = False
         while True:
             planes, is_alone = ticket.planes, True
             try:
-                return await self._run_once(ticket, index, caller)
+                return await self._run_once(ticket, on_progress)
             except RunDisbanded:
                 is_alone = False
             except RunRefused:
@@ -154,11 +144,12 @@ class Scheduler:
             )
             self._queue.enter([ticket])
 
-    async def _run_once(self, ticket: Ticket, index: int, caller: Caller) -> Outcome:
+    async def _run_once(self, ticket: Ticket, on_progress: ProgressCallback) -> Outcome:
         try:
-            run = await self._turn(ticket, caller)
+            # For a plane, or for a place in another's run.
+            run = await attended(ticket.turn, self._queue.dispatch)
             work = self._lead if run.is_led_by(ticket.member) else self._follow
-            answers = await work(run, ticket.member, index, caller)
+            answers = await work(run, ticket.member, on_progress)
             plane = ticket.own(run.plane)
             assert plane is not None, "a run is on a plane of all its members"
             return Outcome(plane=plane, answers=answers, requests=run.requests)
@@ -166,21 +157,19 @@ class Scheduler:
             self._queue.leave(ticket)
 
     async def _lead(
-        self, run: SharedRun, member: Member, index: int, caller: Caller
+        self, run: SharedRun, member: Member, on_progress: ProgressCallback
     ) -> tuple[Done, ...]:
         """Have a run done for all its members; they hear how it ended as this piece does."""
 
         def show(progress: Progress) -> None:
-            caller.on_progress(index, progress)
+            on_progress(progress)
             run.tell(progress)
 
         try:
-            async with self._leased(run.plane, caller) as group:
+            async with self._leased(run.plane) as group:
                 with self.parcel() as parcel:
                     request, fds = run.join(parcel)
-                    answers = await group.run(
-                        request, fds, on_progress=show, check_interrupt=caller.check_interrupt
-                    )
+                    answers = await group.run(request, fds, on_progress=show)
                     if run.requests > 1:
                         assert isinstance(request, SampleRequest), "only these share runs"
                         run.hand_out(parcel.tensor(request.result), answers)
@@ -196,21 +185,20 @@ class Scheduler:
             raise RunRefused from error
 
     async def _follow(
-        self, run: SharedRun, member: Member, index: int, caller: Caller
+        self, run: SharedRun, member: Member, on_progress: ProgressCallback
     ) -> tuple[Done, ...]:
         """Wait for a run that another piece leads."""
 
         def attend() -> None:
             while member.progress:
-                caller.on_progress(index, member.progress.popleft())
-            caller.check_interrupt()
+                on_progress(member.progress.popleft())
 
         return await attended(member.answers, attend)
 
     @contextlib.asynccontextmanager
-    async def _leased(self, plane: LaunchSpec, caller: Caller) -> AsyncIterator[WorkerGroup]:
+    async def _leased(self, plane: LaunchSpec) -> AsyncIterator[WorkerGroup]:
         async with contextlib.AsyncExitStack() as stack:
-            lease = self._groups.lease(plane, check_interrupt=caller.check_interrupt)
+            lease = self._groups.lease(plane)
             try:
                 group = await stack.enter_async_context(lease)
             except WorkerStartError:
@@ -220,15 +208,6 @@ class Scheduler:
             with self._lock:
                 self._failed_starts.discard(plane.key)
             yield group
-
-    async def _turn(self, ticket: Ticket, caller: Caller) -> SharedRun:
-        """Wait for a plane, or for a place in another's run."""
-
-        def attend() -> None:
-            caller.check_interrupt()
-            self._queue.dispatch()
-
-        return await attended(ticket.turn, attend)
 
     def _planes_for_retry(self, ticket: Ticket, error: Exception) -> tuple[LaunchSpec, ...]:
         """Where a piece that lost its plane may go; nowhere if the loss was wanted or would come again."""

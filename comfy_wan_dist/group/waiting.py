@@ -12,18 +12,12 @@ from ..ipc.messages import Progress
 
 POLL_S = 0.05
 
-InterruptCheck = Callable[[], None]
-"""Raises if the user asked to stop."""
 ProgressCallback = Callable[[Progress], None]
 
 T = TypeVar("T")
 
 
-def ignore() -> None:
-    """An InterruptCheck of a caller who does not stop."""
-
-
-async def attended(future: Future[T], attend: Callable[[], None]) -> T:
+async def attended(future: Future[T], attend: Callable[[], object] = lambda: None) -> T:
     """The result of `future`, leaving the event loop free.
 
     attend: called at least every 50 ms, and once more when `future` is done; what it raises is raised here, and

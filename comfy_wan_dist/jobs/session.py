@@ -24,7 +24,7 @@ from ..comfyui.folders import log_folder
 from ..group.default import default_groups
 from ..group.progress import overall
 from ..group.queue import Piece
-from ..group.scheduler import Caller, Outcome, Scheduler
+from ..group.scheduler import Outcome, Scheduler
 from ..group.spec import LaunchSpec, plane_specs
 from ..ipc.errors import InsufficientMemoryError
 from ..ipc.messages import Progress, TensorRef
@@ -89,9 +89,8 @@ class Watch:
         while self._noted:
             piece, progress = self._noted.popleft()
             self._latest[piece] = progress
-            self._bar.update(
-                *overall(self._latest)
-            )  # a plane that loads while others work moves nothing
+            # A plane that loads while others work moves nothing.
+            self._bar.update(*overall(self._latest))
         check_interrupt()
 
 
@@ -139,7 +138,8 @@ class Session:
 
         When a device is short of memory, ComfyUI's own models are moved off it and the pieces are tried once more.
         """
-        watch = self._watch(pieces)
+        watch = Watch(len(pieces))
+        self._make_room_for_starts()
         try:
             outcomes = await self._loop.attended(self._work(pieces, watch), watch.attend)
         except InsufficientMemoryError:
@@ -150,7 +150,8 @@ class Session:
 
     def run_blocking(self, pieces: Sequence[Piece]) -> tuple[Outcome, ...]:
         """`run` for a thread that may be in the middle of its own event loop."""
-        watch = self._watch(pieces)
+        watch = Watch(len(pieces))
+        self._make_room_for_starts()
         try:
             outcomes = self._loop.blocking(self._work(pieces, watch), watch.attend)
         except InsufficientMemoryError:
@@ -159,19 +160,17 @@ class Session:
             outcomes = self._loop.blocking(self._work(pieces, watch), watch.attend)
         return self._logged(pieces, outcomes)
 
-    def _watch(self, pieces: Sequence[Piece]) -> Watch:
-        """Begin to watch pieces; where a group will have to start, ComfyUI's own models make room first."""
+    def _make_room_for_starts(self) -> None:
+        """Where a group will have to start, ComfyUI's own models make room first."""
         running = {group.spec.key for group in default_groups().registry.running_groups()}
         for plane in self._planes:
             if plane.key not in running:
                 free_devices(plane.used_devices)
-        return Watch(len(pieces))
 
     def _work(
         self, pieces: Sequence[Piece], watch: Watch
     ) -> Coroutine[Any, Any, tuple[Outcome, ...]]:
-        caller = Caller(on_progress=watch.note)
-        return self._scheduler.run(self._planes, pieces, self._parcel.fds, caller=caller)
+        return self._scheduler.run(self._planes, pieces, self._parcel.fds, on_progress=watch.note)
 
     def _makes_room(self) -> bool:
         """Whether ComfyUI has moved its own models off the devices, where it can have some there."""

@@ -62,9 +62,9 @@ def shown_of(job: Said, bar: Callable[[Callable[[int, int], None]], Any]) -> lis
 
     class Over(Exception): ...
 
-    async def run(*_: Any, caller: Any) -> None:
+    async def run(*_: Any, on_progress: Any) -> None:
         for phase, done, total in job:
-            caller.on_progress(0, Progress(id="", phase=phase, done=done, total=total))
+            on_progress(0, Progress(id="", phase=phase, done=done, total=total))
         raise Over
 
     loop = LoopBeside()

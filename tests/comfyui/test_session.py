@@ -48,7 +48,7 @@ def done_in(case: str, way: str) -> list[str]:
     )
     done: list[str] = []
 
-    async def work(*_: Any, caller: Any) -> tuple[()]:
+    async def work(*_: Any, on_progress: Any) -> tuple[()]:
         done.append("work")
         if done.count("work") <= times_short:
             raise InsufficientMemoryError(SHORT)

@@ -27,7 +27,6 @@ from group_kit import (
 from comfy_wan_dist.group import client as client_module
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.waiting import ignore
 from comfy_wan_dist.ipc.errors import (
     JobCancelled,
     WorkerDied,
@@ -35,7 +34,7 @@ from comfy_wan_dist.ipc.errors import (
     WorkerStartError,
     WorkerTimeout,
 )
-from devtools.leasing import leased, lone_parcel, run_blocking
+from devtools.leasing import interrupted_by, leased, lone_parcel
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +106,9 @@ def test_ranks_that_do_not_stop_when_told_are_ended(
             second = threading.Timer(0.01, ask_second)
             second.start()
             started = time.monotonic()
+            run = group.run(stub_request(parcel, "busy"), parcel.fds)
             with pytest.raises(Interrupted):
-                run_blocking(group, stub_request(parcel, "busy"), parcel, check_interrupt=interrupt)
+                asyncio.run(interrupted_by(interrupt, run))
             assert time.monotonic() - started < 8
         second.join()
         assert not group.is_alive
@@ -203,11 +203,10 @@ def reached(private: Path) -> dict[str, Callable[[], bool]]:
 @pytest.mark.parametrize(
     ("moment", "how"),
     [
-        ("at once", "blocking"),
-        ("at once", "async"),
+        ("at once", "interrupted"),
         ("launcher", "cancelled"),
-        ("launcher", "async"),
-        ("ranks", "blocking"),
+        ("launcher", "interrupted"),
+        ("ranks", "interrupted"),
         ("ranks", "cancelled"),
     ],
 )
@@ -223,7 +222,7 @@ def test_interrupted_start_leaves_nothing(
             raise Interrupted
 
     async def enter() -> None:
-        async with registry.lease(spec, check_interrupt=check if how == "async" else ignore):
+        async with registry.lease(spec):
             pass
 
     async def enter_and_cancel() -> None:
@@ -235,12 +234,9 @@ def test_interrupted_start_leaves_nothing(
         await start
 
     started = time.monotonic()
-    if how == "blocking":
-        with pytest.raises(Interrupted):
-            leased(registry, spec, check_interrupt=check).__enter__()
-    else:
-        with pytest.raises((Interrupted, asyncio.CancelledError)):
-            asyncio.run(enter() if how == "async" else enter_and_cancel())
+    interrupted = how == "interrupted"
+    with pytest.raises(Interrupted if interrupted else asyncio.CancelledError):
+        asyncio.run(interrupted_by(check, enter()) if interrupted else enter_and_cancel())
     assert_nothing_left(private)
     assert time.monotonic() - started < 60
     assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, 2)

@@ -33,7 +33,7 @@ from comfy_wan_dist.ipc.errors import (
 )
 from comfy_wan_dist.ipc.messages import Done, Progress
 from comfy_wan_dist.ipc.shared import BufferPool, Parcel
-from devtools.leasing import leased, lone_parcel, run_blocking
+from devtools.leasing import interrupted_by, leased, lone_parcel, run_blocking
 
 LOOPBACK = {("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")}
 
@@ -113,7 +113,7 @@ def test_progress_is_delivered_to_the_caller(group: WorkerGroup) -> None:
     assert {thread for _, thread in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("way", ["check_interrupt", "on_progress"])
+@pytest.mark.parametrize("way", ["check", "on_progress"])
 def test_interrupt_stops_all_ranks_within_a_step(group: WorkerGroup, way: str) -> None:
     steps: list[Progress] = []
 
@@ -127,14 +127,10 @@ def test_interrupt_stops_all_ranks_within_a_step(group: WorkerGroup, way: str) -
             raise Interrupted
 
     started = time.monotonic()
-    with lone_parcel() as parcel, pytest.raises(Interrupted):
-        run_blocking(
-            group,
-            stub_request(parcel, "sleep:400"),
-            parcel,
-            on_progress=progress,
-            check_interrupt=check,
-        )
+    with lone_parcel() as parcel:
+        run = group.run(stub_request(parcel, "sleep:400"), parcel.fds, on_progress=progress)
+        with pytest.raises(Interrupted):
+            asyncio.run(interrupted_by(check, run))
     assert time.monotonic() - started < 10  # of 20
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.default import WorkerGroups, build_groups
 from comfy_wan_dist.group.queue import Piece
-from comfy_wan_dist.group.scheduler import Caller, Outcome
+from comfy_wan_dist.group.scheduler import Outcome
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import ConfigError
 from comfy_wan_dist.ipc.messages import ModelSpec, Progress
@@ -132,7 +132,7 @@ class SamplerNode:
                 [plane],
                 [Piece(request=replace(request, id=self.id), cost=1.0, most_samples=2)],
                 parcel.fds,
-                caller=Caller(on_progress=lambda _, progress: self.on_progress(progress)),
+                on_progress=lambda _, progress: self.on_progress(progress),
             )
             return outcome, parcel.tensor(request.result)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from comfy_wan_dist.group.queue import SETTLE_S, Piece
 from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
+from comfy_wan_dist.group.scheduler import Outcome, Scheduler
 from comfy_wan_dist.group.shared_run import (
     batch_dims,
     is_joinable,
@@ -61,6 +61,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import Workload
+from devtools.leasing import interrupted_by
 
 STEPS = 4
 STEP_S = 0.03
@@ -184,7 +185,6 @@ class FakeGroup:
         fds: Sequence[int],
         *,
         on_progress: Callable[[Progress], None],
-        check_interrupt: Callable[[], None],
     ) -> tuple[Done, ...]:
         plane = self.spec.devices.indices[0]
         self.planes.begun.append((request.id, plane))
@@ -194,7 +194,6 @@ class FakeGroup:
             for step in range(STEPS):
                 await asyncio.sleep(STEP_S)
                 on_progress(Progress(id=request.id, phase="sample", done=step + 1, total=STEPS))
-                check_interrupt()
                 self.planes.at_step(request.id, step)
             if (error := self.planes.behaviour(self.spec, request.id)) is not None:
                 raise error
@@ -230,13 +229,10 @@ class FakePlanes:
         return tuple(self.running.values())
 
     @asynccontextmanager
-    async def lease(
-        self, spec: LaunchSpec, *, check_interrupt: Callable[[], None]
-    ) -> AsyncIterator[FakeGroup]:
+    async def lease(self, spec: LaunchSpec) -> AsyncIterator[FakeGroup]:
         ready = time.monotonic() + self.start_s
         while time.monotonic() < ready:
             await asyncio.sleep(STEP_S)
-            check_interrupt()
         if self.fails_to_start(spec):
             raise WorkerStartError(f"plane {spec.devices.indices}")
         yield self.running.setdefault(spec.key, FakeGroup(spec, self))
@@ -294,12 +290,14 @@ class SamplerNode:
             request = replace(make_request(self.id, tensors, parcel), **self.changes)
             parcel.tensor(request.result).fill_(SPOILT)
             piece = Piece(request=request, cost=self.cost, most_samples=self.most_samples)
-            host = Caller(
+            run = self.scheduler.run(
+                self.planes,
+                [piece],
+                parcel.fds,
                 on_progress=lambda _, progress: self.progress.append(progress.done),
-                check_interrupt=self._check,
             )
             try:
-                (outcome,) = await self.scheduler.run(self.planes, [piece], parcel.fds, caller=host)
+                (outcome,) = await interrupted_by(self._check, run)
             except BaseException:
                 # From here on nobody may write to it, nor read what it held.
                 self.spoilt = parcel.tensor(request.result).fill_(SPOILT)
@@ -613,8 +611,13 @@ async def wait_for(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("how", ["interrupt", "cancel"])
-@pytest.mark.parametrize("moment", ["turn", "start", "run"])
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    [
+        ("turn", "cancel"),
+        *((moment, how) for moment in ("start", "run") for how in ("interrupt", "cancel")),
+    ],
+)
 def test_leader_that_leaves_does_not_take_the_others_down(
     scheduler: Scheduler, fake: FakePlanes, how: str, moment: str
 ) -> None:

@@ -22,7 +22,7 @@ from group_kit import search_path, stub_spec
 from comfy_wan_dist.group.client import WorkerGroup
 from comfy_wan_dist.group.default import WorkerGroups, build_groups
 from comfy_wan_dist.group.queue import Piece
-from comfy_wan_dist.group.scheduler import Caller, Outcome
+from comfy_wan_dist.group.scheduler import Outcome
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import DecodeRequest, Progress, VAESpec
@@ -92,9 +92,7 @@ class Node:
                 )
                 for index, action in enumerate(self.actions)
             ]
-            outcomes = await scheduler.run(
-                self.planes, pieces, parcel.fds, caller=Caller(on_progress=note)
-            )
+            outcomes = await scheduler.run(self.planes, pieces, parcel.fds, on_progress=note)
             for result, latent in zip(results, given, strict=True):
                 assert torch.equal(parcel.tensor(result)[0], latent + 1)
         for outcome, piece in zip(outcomes, pieces, strict=True):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from comfy_wan_dist.group.progress import overall
 from comfy_wan_dist.group.queue import Piece
 from comfy_wan_dist.group.registry import GroupRegistry
-from comfy_wan_dist.group.scheduler import Caller, Outcome, Scheduler
+from comfy_wan_dist.group.scheduler import Outcome, Scheduler
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import (
     ConfigError,
@@ -40,6 +40,7 @@ from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.flops import rank_flops, vae_flops
 from comfy_wan_dist.mesh.shape import LatentGrid, WanShape
 from comfy_wan_dist.mesh.workload import Workload
+from devtools.leasing import interrupted_by
 
 TICK_S = 0.01
 Behaviour = Callable[[LaunchSpec, str], Exception | None]
@@ -56,7 +57,6 @@ class FakeGroup:
         fds: Sequence[int],
         *,
         on_progress: Callable[[Progress], None],
-        check_interrupt: Callable[[], None],
     ) -> tuple[Done, ...]:
         """Takes as many ticks as the id says after its dash."""
         plane, ticks = self.spec.devices.indices[0], int(request.id.partition("-")[2])
@@ -67,7 +67,6 @@ class FakeGroup:
             until = time.monotonic() + ticks * TICK_S
             while time.monotonic() < until:
                 await asyncio.sleep(TICK_S / 2)
-                check_interrupt()
             on_progress(Progress(id=request.id, phase="sample", done=ticks, total=ticks))
             if (error := self.planes.behaviour(self.spec, request.id)) is not None:
                 raise error
@@ -94,9 +93,7 @@ class FakePlanes:
         return tuple(self.running.values())
 
     @asynccontextmanager
-    async def lease(
-        self, spec: LaunchSpec, *, check_interrupt: Callable[[], None]
-    ) -> AsyncIterator[FakeGroup]:
+    async def lease(self, spec: LaunchSpec) -> AsyncIterator[FakeGroup]:
         await asyncio.sleep(0)
         if self.fails_to_start(spec):
             raise WorkerStartError(f"plane {spec.devices.indices}")
@@ -138,9 +135,9 @@ def run(
     work: Sequence[Piece],
     *,
     on: Sequence[LaunchSpec] | None = None,
-    caller: Caller | None = None,
+    **options: Any,
 ) -> tuple[Outcome, ...]:
-    return asyncio.run(scheduler.run(on or planes(), work, caller=caller or Caller()))
+    return asyncio.run(scheduler.run(on or planes(), work, **options))
 
 
 # ---- order
@@ -162,9 +159,7 @@ def test_nodes_that_come_one_after_the_other_are_ordered_too(
     async def main() -> None:
         nodes = []
         for ticks in (3, 4, 5, 30):
-            nodes.append(
-                asyncio.create_task(scheduler.run(planes(), pieces(ticks), caller=Caller()))
-            )
+            nodes.append(asyncio.create_task(scheduler.run(planes(), pieces(ticks))))
             await asyncio.sleep(0.01)
         await asyncio.gather(*nodes)
 
@@ -198,8 +193,8 @@ def test_planes_that_share_a_device_take_turns(scheduler: Scheduler, fake: FakeP
 
     async def main() -> None:
         await asyncio.gather(
-            scheduler.run(planes(), pieces(4, 4), caller=Caller()),
-            scheduler.run(both, [piece("both", 30)], caller=Caller()),
+            scheduler.run(planes(), pieces(4, 4)),
+            scheduler.run(both, [piece("both", 30)]),
         )
 
     asyncio.run(main())
@@ -272,8 +267,8 @@ def test_second_loss_is_raised_and_harms_no_other_node(
 
     async def main() -> Sequence[Any]:
         return await asyncio.gather(
-            scheduler.run(planes(), [piece("bad", 2)], caller=Caller()),
-            scheduler.run(planes(), pieces(5, 5, 5), caller=Caller()),
+            scheduler.run(planes(), [piece("bad", 2)]),
+            scheduler.run(planes(), pieces(5, 5, 5)),
             return_exceptions=True,
         )
 
@@ -335,15 +330,12 @@ def test_interrupt_cancels_all_pieces_of_the_node_and_no_others(
             raise interrupts.pop()
 
     async def main() -> list[Any]:
-        other = asyncio.create_task(
-            scheduler.run(planes(), pieces(*[90, 90] * held_by_another), caller=Caller())
-        )
+        other = asyncio.create_task(scheduler.run(planes(), pieces(*[90, 90] * held_by_another)))
         await asyncio.sleep(0.1)
         node = asyncio.create_task(
-            scheduler.run(
-                planes(),
-                [piece(f"node{index}", 80 - index) for index in range(5)],
-                caller=Caller(check_interrupt=check),
+            interrupted_by(
+                check,
+                scheduler.run(planes(), [piece(f"node{index}", 80 - index) for index in range(5)]),
             )
         )
         with pytest.raises(Interrupted):
@@ -362,7 +354,7 @@ def test_asyncio_cancellation_cancels_all_pieces(
     scheduler: Scheduler, fake: FakePlanes, times: int, after_s: float
 ) -> None:
     async def main() -> None:
-        node = asyncio.create_task(scheduler.run(planes(), pieces(200, 200, 200), caller=Caller()))
+        node = asyncio.create_task(scheduler.run(planes(), pieces(200, 200, 200)))
         await asyncio.sleep(after_s)
         for _ in range(times):
             node.cancel()
@@ -379,11 +371,9 @@ def test_asyncio_cancellation_cancels_all_pieces(
 
 def test_stop_calls_off_what_waits(scheduler: Scheduler, fake: FakePlanes) -> None:
     async def main() -> None:
-        first = asyncio.create_task(scheduler.run(planes(1), [piece("first", 20)], caller=Caller()))
+        first = asyncio.create_task(scheduler.run(planes(1), [piece("first", 20)]))
         await asyncio.sleep(0.05)
-        second = asyncio.create_task(
-            scheduler.run(planes(1), [piece("second", 1)], caller=Caller())
-        )
+        second = asyncio.create_task(scheduler.run(planes(1), [piece("second", 1)]))
         await asyncio.sleep(0.05)
         scheduler.call_off_waiting()
         with pytest.raises(WorkerStopped):
@@ -411,8 +401,11 @@ def test_progress_is_the_sum_of_the_pieces() -> None:
 
 def test_progress_of_each_piece_carries_its_number(scheduler: Scheduler) -> None:
     seen: list[tuple[int, int]] = []
-    host = Caller(on_progress=lambda index, progress: seen.append((index, progress.total)))
-    run(scheduler, pieces(2, 5, 3), caller=host)
+    run(
+        scheduler,
+        pieces(2, 5, 3),
+        on_progress=lambda index, progress: seen.append((index, progress.total)),
+    )
     assert sorted(seen) == [(0, 2), (1, 5), (2, 3)]
 
 
