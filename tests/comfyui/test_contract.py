@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comfyui_child import REPO, run_beside_comfyui
+from comfyui_child import REPO, found_beside_comfyui
 
 FOLDER = REPO / "comfy_wan_dist" / "comfyui"
 PATCHER = "a ModelPatcher"
@@ -35,7 +35,7 @@ ADAPTERS = {"lora": 6, "loha": 8, "lokr": 9}
 
 
 def test_comfyui_has_what_the_pack_asks_of_it(comfyui_path: Path, tmp_path: Path) -> None:
-    assert json.loads(run_beside_comfyui(__file__, tmp_path, comfyui_path)) == []
+    assert found_beside_comfyui(__file__, tmp_path, comfyui_path) == []
 
 
 def test_a_missing_attribute_is_said_with_the_version(comfyui_path: Path, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_missing_attribute_is_said_with_the_version(comfyui_path: Path, tmp_pa
         "import comfy.utils as utils\nimport comfy.sample\n\n"
         "utils.no_such(1)\ncomfy.sample.nor_this.at_all\ncomfy.sample.prepare_noise\n"
     )
-    found = json.loads(run_beside_comfyui(__file__, code, comfyui_path))
+    found = found_beside_comfyui(__file__, code, comfyui_path)
     assert sorted(line.partition(" has no ")[2] for line in found) == [
         "comfy.sample.nor_this, which one.py needs",
         "comfy.utils.no_such, which one.py needs",

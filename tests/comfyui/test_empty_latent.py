@@ -15,7 +15,7 @@ import graphs
 import pytest
 import torch
 from comfy_kit import latent_of, succeed
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 from graphs import MODEL, Graph, node, sampled_latent
 from torch import Tensor
 
@@ -109,7 +109,7 @@ def fit_some() -> dict[str, Any]:
 def test_strides_that_comfyui_knows_reach_it_and_leave_the_latent(
     comfyui_path: Path, tmp_path: Path
 ) -> None:
-    found = json.loads(run_beside_comfyui(__file__, tmp_path, comfyui_path).splitlines()[-1])
+    found = found_beside_comfyui(__file__, tmp_path, comfyui_path)
     assert found == {
         "fitted": [[1, 48, 8.0], [1, 48, 408.0]],
         "keys": ["batch_index", "samples"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 
 LATENTS = ("time_dim_concat", "context_latents")
 LEFT_OUT = ("clip_fea", "reference_latent")
@@ -51,8 +51,9 @@ def print_answers() -> None:
 
 @pytest.fixture(scope="module")
 def answers(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    said = run_beside_comfyui(__file__, tmp_path_factory.mktemp("inputs"), comfyui_path)
-    found: dict[str, str] = json.loads(said.splitlines()[-1])
+    found: dict[str, str] = found_beside_comfyui(
+        __file__, tmp_path_factory.mktemp("inputs"), comfyui_path
+    )
     return found
 
 

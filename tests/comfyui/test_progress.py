@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 
 Said = Sequence[tuple[str, int, int]]
 GIB = 2**30
@@ -104,8 +104,9 @@ def show_all() -> dict[str, dict[str, list[tuple[int, int]]]]:
 
 @pytest.fixture(scope="module")
 def shown(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = run_beside_comfyui(__file__, tmp_path_factory.mktemp("unused"), comfyui_path)
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    found: dict[str, Any] = found_beside_comfyui(
+        __file__, tmp_path_factory.mktemp("unused"), comfyui_path
+    )
     return found
 
 

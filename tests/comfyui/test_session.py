@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 
 from comfy_wan_dist.group.spec import LaunchSpec
 from comfy_wan_dist.ipc.errors import InsufficientMemoryError
@@ -83,8 +83,9 @@ def done_in(case: str, way: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(comfyui_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = run_beside_comfyui(__file__, tmp_path_factory.mktemp("unused"), comfyui_path)
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    found: dict[str, Any] = found_beside_comfyui(
+        __file__, tmp_path_factory.mktemp("unused"), comfyui_path
+    )
     return found
 
 

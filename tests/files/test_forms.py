@@ -1,6 +1,6 @@
 """One random model in every form that people have it in: each rank holds the same bits, whichever was chosen.
 
-Covered: loading on several meshes, and choosing folders in a real ComfyUI. test_names.py, test_model_file.py and
+Covered: loading on several meshes, and choosing folders in a real ComfyUI. test_names.py, test_wan_file.py and
 test_vae_files.py have the cases that need neither.
 """
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from file_kit import refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from lora_headers import REFUSED, Q, entry, pair
@@ -182,15 +183,6 @@ def test_a_change_of_another_size_is_left_out_and_named() -> None:
 
 
 # ---- refusals
-
-
-def refusal(action: Callable[[], object]) -> str:
-    with pytest.raises(ModelFileError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert 20 < len(message) < 500
-    return message
 
 
 @pytest.mark.parametrize("case", REFUSED)

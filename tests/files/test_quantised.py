@@ -19,13 +19,13 @@ import quantised_programs as programs
 import rank_programs
 import torch
 from comfyui_child import REPO, run_beside_comfyui
+from file_kit import refusal
 from live_bytes import LiveBytes
 from odd_scaled import LAYER, ODD, TINY, scaled
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from comfy_wan_dist.cli import model_shape
-from comfy_wan_dist.ipc.errors import ModelFileError
 from comfy_wan_dist.ipc.messages import ModelSpec
 from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
 from comfy_wan_dist.mesh.choice import choose_mesh
@@ -421,15 +421,6 @@ def test_dtype_auto(form: str, kind: str, dtype: str, forms: Mapping[str, Form])
 
 
 # ---- refusals
-
-
-def refusal(action: Callable[[], object]) -> str:
-    with pytest.raises(ModelFileError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 400
-    return message
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -0.5])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from devtools.comfy_server import python_of
 
@@ -47,3 +49,8 @@ def run_beside_comfyui(script: str, argument: Path, comfyui_path: Path) -> str:
     )
     assert child.returncode == 0, child.stderr
     return child.stdout
+
+
+def found_beside_comfyui(script: str, argument: Path, comfyui_path: Path) -> Any:
+    """What the script of `run_beside_comfyui` printed last, as JSON."""
+    return json.loads(run_beside_comfyui(script, argument, comfyui_path).splitlines()[-1])

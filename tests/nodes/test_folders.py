@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 from model_folders import INDEX, SHARDS, WHOLE, touch, touch_pipeline
 
 
@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_lists_offer_what_would_not_be_refused_for_its_kind(base: Path, comfyui_path: Path) -> None:
-    lists, paths = json.loads(run_beside_comfyui(__file__, base, comfyui_path))
+    lists, paths = found_beside_comfyui(__file__, base, comfyui_path)
     assert {name: sorted(names) for name, names in lists.items()} == {
         "loras": ["A.SafeTensors", "a.safetensors", "d.sft"],
         "diffusion_models": [

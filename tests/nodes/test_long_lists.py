@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 
 FOLDERS = 40
 KINDS = ("diffusion_models", "vae", "diffusers", "loras")
@@ -114,8 +114,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(comfyui_path: Path, base: Path) -> dict[str, Any]:
-    output = run_beside_comfyui(__file__, base, comfyui_path)
-    lists: dict[str, Any] = json.loads(output.splitlines()[-1])
+    lists: dict[str, Any] = found_beside_comfyui(__file__, base, comfyui_path)
     return lists
 
 

@@ -1,7 +1,7 @@
 """The models beside TI2V-5B: every mesh against one process, and a real ComfyUI's own samplers against ours.
 
 Tiny widths, random weights, float32 on the CPU. The forward itself is compared with diffusers in test_model.py,
-recognising the files in test_model_file.py.
+recognising the files in test_wan_file.py.
 """
 
 from __future__ import annotations

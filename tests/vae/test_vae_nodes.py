@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from comfyui_child import run_beside_comfyui
+from comfyui_child import found_beside_comfyui
 from safetensors.torch import save_file
 
 from comfy_wan_dist.mesh.vae_shape import VAEConfig
@@ -55,8 +55,7 @@ def test_wrong_vae_is_refused_by_the_node_and_no_group_is_looked_for(
     comfyui_path: Path, tmp_path: Path
 ) -> None:
     write_files(tmp_path)
-    output = run_beside_comfyui(__file__, tmp_path, comfyui_path)
-    ends = json.loads(output.splitlines()[-1])
+    ends = found_beside_comfyui(__file__, tmp_path, comfyui_path)
     expected = {name: f"ModelFileError: {message}" for name, message in REFUSED.items()}
     # The good one shows that the registry is where a group would be looked for.
     expected[GOOD] = f"LookupError: {REACHED}"
