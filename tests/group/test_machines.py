@@ -2,14 +2,13 @@
 
 Most tests play the other machine on this one, over 127.0.0.2. Those that cut the cable use two network namespaces,
 which need root and iproute2.
-Covered: joining, refusals, tensors and files on other machines, deaths on either side. Not covered: NCCL, and machines
-that differ in their software.
+Covered: joining, refusals, deaths on either side. Not covered: addresses and sockets (test_addresses.py), tensors and
+files on other machines (test_copies.py), NCCL, and machines that differ in their software.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import signal
@@ -22,8 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import buffer_programs
-import graphs
 import pytest
 import torch
 from group_kit import (
@@ -39,10 +36,14 @@ from group_kit import (
     wait_until,
 )
 from machine_kit import (
+    LOOPBACK,
+    LOST_LIMIT_S,
+    TWO,
     Network,
     OtherMachine,
     free_address,
     inside,
+    needs_ipv6,
     two_namespaces,
     why_no_namespaces,
 )
@@ -75,13 +76,12 @@ from comfy_wan_dist.ipc.messages import (
     tensor_refs,
     with_tensor_refs,
 )
-from comfy_wan_dist.ipc.tcp import Address, parse_address
+from comfy_wan_dist.ipc.tcp import Address
 from comfy_wan_dist.jobs.handle import ModelHandle, resolve_model
 from comfy_wan_dist.mesh.degrees import MeshDegrees
 from comfy_wan_dist.mesh.devices import DeviceList
-from comfy_wan_dist.mesh.machines import Machines, parse_machines
-from comfy_wan_dist.model_file.header import content_of, read_model_file
-from devtools.checkpoints import TINY_TRANSFORMER, write_transformer
+from comfy_wan_dist.mesh.machines import Machines
+from devtools.checkpoints import TINY_TRANSFORMER
 from devtools.leasing import leased, lone_parcel, run_blocking
 from devtools.mesh_runs import (
     CASES,
@@ -95,16 +95,10 @@ from devtools.mesh_runs import (
     relative_error,
     sample_rank,
 )
-from devtools.rank_pool import RankPool
-from workers.checkpoint.files import CopiedFiles
 
 # Groups start in several of them, and a lost machine takes half a minute to notice.
 pytestmark = pytest.mark.timeout(240)
 
-needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
-LOOPBACK = "127.0.0.2"
-LOST_LIMIT_S = 30.0
-TWO = Machines(count=2, head=Address(host=LOOPBACK, port=29400))
 CPU_2 = DeviceList(kind="cpu", indices=(0, 1))
 
 
@@ -122,71 +116,6 @@ def two_machines(
 
 
 # ---- what is asked for
-
-
-def test_address_is_host_and_port() -> None:
-    assert parse_address(" node-1.lan:29400 ") == Address(host="node-1.lan", port=29400)
-    assert str(parse_address("10.0.0.1:80")) == "10.0.0.1:80"
-    assert parse_address("[0:0::1]:80") == Address(host="::1", port=80)
-    assert str(parse_address("[::1]:80")) == "[::1]:80"
-    for text in (
-        "",
-        "10.0.0.1",
-        "::1:80",
-        "[::1]",
-        "[::g]:80",
-        "[1:2]:80",
-        "[10.0.0.1]:80",
-        "10.0.0.1:",
-        ":80",
-        "a:0",
-        "a:65536",
-        "a b:80",
-        "a:80:80",
-        "a..b:80",
-        "a" * 64 + ":80",
-    ):
-        with pytest.raises(ConfigError, match="HOST:PORT"):
-            parse_address(text)
-
-
-@pytest.mark.parametrize(
-    "host",
-    [
-        "0.0.0.0",
-        "224.0.0.1",
-        "[::]",
-        "[ff02::1]",
-        "[fe80::1]",
-        "[fe80::1%eth0]",
-        "[::ffff:0.0.0.0]",
-    ],
-)
-def test_address_that_is_no_single_machines_is_refused(host: str) -> None:
-    with pytest.raises(ConfigError, match="not one at which other machines reach"):
-        parse_address(f"{host}:80")
-
-
-def test_address_of_ipv4_within_ipv6_is_the_ipv4_one() -> None:
-    assert parse_address("[::ffff:10.0.0.1]:80") == Address(host="10.0.0.1", port=80)
-    assert parse_address("169.254.3.4:80") == Address(host="169.254.3.4", port=80)
-
-
-def test_address_is_read_for_several_machines_only() -> None:
-    assert parse_machines(1, "nonsense") is None
-    assert parse_machines(2, f"{LOOPBACK}:29400") == TWO
-    for count in (0, 17):
-        with pytest.raises(ConfigError, match="from 1 to 16"):
-            parse_machines(count, str(TWO.head))
-    with pytest.raises(ConfigError, match="head_address is empty"):
-        parse_machines(2, " ")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / graphs.MODEL
-    write_transformer(path, TINY_TRANSFORMER, seed=1)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -283,53 +212,6 @@ def test_collectives_use_the_interface_towards_the_others_unless_the_user_knows_
 
 
 # ---- sockets
-
-
-def test_interface_is_the_one_with_the_address() -> None:
-    assert tcp.interface_of("127.0.0.1") == tcp.interface_of(LOOPBACK) == "lo"
-    with pytest.raises(ConfigError, match=r"no network interface .* 203\.0\.113\.7"):
-        tcp.interface_of("203.0.113.7")
-
-
-def test_head_of_several_addresses_listens_on_the_first_that_others_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def serve(place: tuple[str, int], **_: int) -> str:
-        if place[0] == "203.0.113.7":
-            raise OSError(errno.EADDRNOTAVAIL, "an old entry in the DNS")
-        return place[0]
-
-    places = {
-        socket.AF_INET6: ["fe80::1%eth0", "fd00::1"],
-        socket.AF_INET: ["127.0.1.1", "203.0.113.7", "10.9.9.9"],
-    }
-    found = [(family, 1, 6, "", (host, 80)) for family, hosts in places.items() for host in hosts]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr(socket, "create_server", serve)
-    head = Address(host="head.lan", port=80)
-    assert tcp.listen(head) == "10.9.9.9"
-    del found[-1]
-    assert tcp.listen(head) == "fd00::1"
-    del found[1]
-    with pytest.raises(ConfigError, match="it is no address of this machine"):
-        tcp.listen(head)
-    del found[-1]
-    with pytest.raises(ConfigError, match=r"means 127\.0\.1\.1 on this machine"):
-        tcp.listen(head)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_connections_between_machines_are_probed(host: str) -> None:
-    address = free_address(host)
-    assert tcp.interface_of(host) == "lo"
-    with tcp.listen(address), tcp.connect(address, timeout_s=2) as connection:
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        unanswered_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
-        idle_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-        probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
-        between_s = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
-    assert idle_s + probes * between_s < LOST_LIMIT_S
-    assert idle_s + between_s + unanswered_s <= LOST_LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -517,109 +399,6 @@ def test_nonsense_of_a_head_is_refused_and_leaves_nothing(
         assert [refusal.reason] == said
     assert list(private.iterdir()) == []
     assert wait_until(lambda: len(os.listdir("/proc/self/fd")) == before, 5)
-
-
-# ---- tensors and files on other machines
-
-
-def test_other_machines_get_copies_of_inputs_and_untouched_room_for_results(
-    rank_pool: RankPool,
-) -> None:
-    answers = rank_pool.run(4, buffer_programs.adopted_tensors, 4, True)
-    latent = torch.arange(12.0).view(3, 4)
-    for rank, answer in enumerate(answers):
-        assert not isinstance(answer, str), answer
-        assert torch.equal(answer[0], latent), rank
-        assert torch.equal(answer[1], torch.full((2, 2), 7.0 if rank < 2 else 0.0)), rank
-    broken = rank_pool.run(4, buffer_programs.without_broadcast, 4)
-    assert not torch.equal(broken[2][0], latent)  # type: ignore[arg-type]
-
-
-def test_nobody_waits_for_tensors_that_rank_0_does_not_have(rank_pool: RankPool) -> None:
-    answers = rank_pool.run(4, buffer_programs.adopted_tensors, 4, False, timeout_s=20)
-    assert all("names buffer 0 of 0" in str(answer) for answer in answers)
-
-
-def test_all_ranks_hear_why_another_machine_has_no_room(rank_pool: RankPool) -> None:
-    answers = rank_pool.run(4, buffer_programs.without_room, 4, timeout_s=20)
-    assert all(
-        str(answer).startswith("InsufficientMemoryError: another machine") for answer in answers
-    )
-
-
-def test_files_of_other_machines_are_known_by_path_or_name_and_size(
-    model_path: Path, tmp_path: Path
-) -> None:
-    spec = model_spec(model_path)
-    os.utime(model_path)  # elsewhere the time of change means nothing
-    assert CopiedFiles(folder=None, machine="other").read(spec).path == str(model_path)
-    gone = replace(spec, path=f"/nowhere/{graphs.MODEL}")
-    with pytest.raises(
-        ModelFileError, match=r"machine other has no file of \d+ bytes at /nowhere/.*--models"
-    ):
-        CopiedFiles(folder=None, machine="other").read(gone)
-    small, right = tmp_path / "a" / graphs.MODEL, tmp_path / "b" / "deep" / graphs.MODEL
-    for path in (small, right):
-        path.parent.mkdir(parents=True)
-    write_transformer(small, TINY_TRANSFORMER, seed=1, dtype=torch.bfloat16)
-    files = CopiedFiles(folder=tmp_path, machine="other")
-    with pytest.raises(ModelFileError, match=rf"or below {tmp_path}, and {small} has \d+ bytes;"):
-        files.read(gone)
-    right.write_bytes(model_path.read_bytes())
-    assert files.read(gone).path == str(right)
-    small.write_bytes(model_path.read_bytes()[:-1])
-    assert files.read(gone).path == str(right)  # a damaged one does not end the search
-    write_transformer(right, TINY_TRANSFORMER, seed=2)
-    assert right.stat().st_size == spec.file_bytes
-    with pytest.raises(
-        ModelFileError,
-        match=rf"^machine other .*, and {small} is of no use \(.*\), and {right} has other weights; copy it",
-    ):
-        files.read(gone)
-
-
-def test_files_of_other_machines_are_found_behind_links(model_path: Path, tmp_path: Path) -> None:
-    models, disk = tmp_path / "models", tmp_path / "disk"
-    for folder in (models, disk):
-        folder.mkdir()
-        (folder / "circle").symlink_to(models)
-    gone = replace(model_spec(model_path), path=f"/nowhere/{graphs.MODEL}")
-    files = CopiedFiles(folder=models, machine="other")
-    with pytest.raises(ModelFileError, match="has no file"):
-        files.read(gone)
-    (models / "linked").symlink_to(disk)
-    (disk / graphs.MODEL).write_bytes(model_path.read_bytes())
-    assert files.read(gone).path == str(models / "linked" / graphs.MODEL)
-
-
-@pytest.mark.parametrize("machines", [1, 2])
-def test_content_is_told_to_other_machines_only(model_path: Path, machines: int) -> None:
-    handle = ModelHandle(
-        path=str(model_path),
-        dtype="auto",
-        mesh="cfg2",
-        devices="cpu:2",
-        compile=False,
-        machines=machines,
-        head_address=str(TWO.head),
-    )
-    content = content_of(read_model_file(str(model_path)))
-    assert resolve_model(handle, visible_cuda=0).spec.content == ("" if machines == 1 else content)
-
-
-def test_content_changes_with_any_matrix(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    write_transformer(path, TINY_TRANSFORMER, seed=1)
-    file = read_model_file(str(path))
-    contents = {content_of(file)}
-    matrices = [entry for entry in file.entries.values() if len(entry.shape) > 1]
-    with path.open("r+b") as stream:
-        for entry in matrices:
-            stream.seek((entry.start + entry.stop) // 2)
-            stream.write(b"\x3f\x3f\x3f\x3f")
-            stream.flush()
-            contents.add(content_of(file))
-    assert len(contents) == 1 + len(matrices)
 
 
 # ---- groups of two machines, both played by this one

@@ -1,4 +1,4 @@
-"""What the ranks of the test pool run for test_machines.py."""
+"""What the ranks of the test pool run for test_copies.py."""
 
 from __future__ import annotations
 

@@ -15,13 +15,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from group_kit import processes_naming, search_path, wait_until
 
 from comfy_wan_dist.ipc.tcp import Address
+from comfy_wan_dist.mesh.machines import Machines
 from devtools.interruptible import interruptible
 
 ROOT = Path(__file__).resolve().parents[2]
 CLONE_NEWNET = 0x40000000
+
+LOOPBACK = "127.0.0.2"
+"""Where the other machine is played on this one."""
+TWO = Machines(count=2, head=Address(host=LOOPBACK, port=29400))
+LOST_LIMIT_S = 30.0
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
